@@ -1,12 +1,12 @@
-"""Copies of the training state in host memory, which outlive the processes: after a kill nothing is read from a disk.
+"""Keep copies of the training state in host memory, which survive a kill, so that a restart need not read from disk.
 
     training       ... step | collect, copy weights | step ...                                        | step ...
     background              |                       | write to this host's memory, send to the partner, seal   |
 
-A copy is a checkpoint whose files are spread over the memory of all hosts: each rank's files are on its own host and
-on the next one. It counts when they are there on every host; the copy before is removed only then. So there is always
-a whole one, and when one host is lost the others have all files of it. A load agrees on the newest copy whose files
-are all there, proves them, brings each host what its ranks will read, and is an ordinary load from then on.
+A copy is a checkpoint whose files are spread over the memory of all hosts: each rank's files are on its own host and on
+the next one. A copy is valid once every host has its files, and only then is the previous copy removed. So there is
+always one complete copy, and if one host is lost, the others still have all of its files. A load agrees on the newest
+complete copy, verifies it, sends each host the files that its ranks will read, and then continues like any other load.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from fullshard.launch.environment import may_be_started_again, read_rank_environ
 
 
 class MemoryCopies:
-    """Copies of the training state in the memory of this host and of the next one, made while training goes on.
+    """Copy the training state in the background to the memory of this host and the next one.
 
-    Every rank has one and calls the same methods in the same order.
+    Every rank creates a `MemoryCopies` and calls the same methods in the same order.
 
         with MemoryCopies(max_lost_steps=10) as copies:
             extra = copies.load(model=model, optimizer=optimizer)
@@ -64,12 +64,13 @@ class MemoryCopies:
                 copies.after_step(step + 1, model=model, optimizer=optimizer)
 
     Args:
-        max_lost_steps: how many steps a kill may undo at most; a copy is begun twice as often. None: what the launcher
-            was told.
-        say: told on rank 0 how large copies are, and which were passed over; by default it prints to standard error.
+        max_lost_steps: the largest number of steps that a kill may undo. Copies are made twice as often. The default
+            None means the value given to the launcher.
+        say: called on rank 0 with messages about the size of copies and about skipped copies. The default prints them
+            to standard error.
 
     Raises:
-        ConfigError: fullshard's launcher has not started this process, or will not start it again.
+        ConfigError: fullshard's launcher did not start this process, or will not restart it.
     """
 
     def __init__(self, max_lost_steps: int | None = None, *, say: Callable[[str], None] | None = None) -> None:
@@ -91,14 +92,15 @@ class MemoryCopies:
         self._copied: int | None = None  # the step whose copy counts
 
     def after_step(self, step: int, **arguments: Unpack[SaveArguments]) -> None:
-        """Begin a copy if one is due, and see to it that no more steps can be lost than allowed. A collective.
+        """Start a copy if one is due, and wait for it if too many steps would be at risk. A collective.
 
         Args:
-            step: of the run, the one that is done; goes into `extra`.
-            arguments: those of `save_checkpoint`, but for `total_limit` and `overwrite`.
+            step: the number of the step that has just ended; stored in `extra`.
+            arguments: the arguments of `save_checkpoint`, except `total_limit` and `overwrite`.
 
         Raises:
-            CheckpointError: on every rank, if a copy could not be made: there is too little memory, say.
+            CheckpointError: a copy could not be made, for example because there is not enough memory. Every rank raises
+                it.
         """
         if self._copied is None:
             self._copied = step - 1
@@ -110,17 +112,17 @@ class MemoryCopies:
             self._wait()
 
     def load(self, *, newer_than: float = 0.0, **parts: Unpack[LoadArguments]) -> dict[str, Any] | None:
-        """Load the newest copy whose files are all there, if there is one. A collective.
+        """Load the newest complete copy, if there is one. A collective.
 
         Args:
-            newer_than: `saved_at` of a checkpoint; copies from before it are left alone. Rank 0's counts.
-            parts: as for `load_checkpoint`.
+            newer_than: the `saved_at` of a checkpoint; older copies are ignored. The value on rank 0 is used.
+            parts: the objects to load, as for `load_checkpoint`.
 
         Returns:
-            The `extra` of `after_step`, with `step`; None if there is no copy.
+            The `extra` of `after_step`, including `step`; None if there is no copy.
 
         Raises:
-            CheckpointError: the newest whole copy does not fit the model.
+            CheckpointError: the newest complete copy does not match the model.
         """
         ranks = self._ranks = self._ranks or Ranks.of(parts["model"]).apart()
         found, loaded, began = None, "none", time.perf_counter()
@@ -139,7 +141,7 @@ class MemoryCopies:
         return found
 
     def close(self) -> None:
-        """Wait for the copy under way."""
+        """Wait for a running copy to finish."""
         self._saver.wait()
 
     def __enter__(self) -> Self:
@@ -172,7 +174,11 @@ class MemoryCopies:
         self._begun, self._due = step, step + max(1, self.max_lost_steps // 2)
 
     def _make_room(self, directory: Path, nbytes: int) -> None:
-        """Make the directory of this copy. Raises `CheckpointError` if memory has no room for it and the next one."""
+        """Create the directory of this copy.
+
+        Raises `CheckpointError` if the memory has no room for the copy, or, for the first copy, for it and the next
+        one.
+        """
         needed = nbytes if self._begun else 2 * nbytes
         free = min(shutil.disk_usage(self.directory).free, available_host_memory())
         if free < needed:
@@ -194,7 +200,7 @@ class MemoryCopies:
 
 @dataclass(frozen=True, slots=True)
 class HostGrid:
-    """The hosts that ranks run on, seen from one rank: `per_host` ranks on each host, in order.
+    """The hosts that the ranks run on, as seen from one rank. Each host has `per_host` consecutive ranks.
 
     host 0    ranks 0, 1    own files, and those of ranks 4, 5
     host 1    ranks 2, 3    own files, and those of ranks 0, 1
@@ -207,7 +213,7 @@ class HostGrid:
 
     @property
     def local_rank(self) -> int:
-        """Return this rank's number among those of its host."""
+        """Return this rank's number on its host."""
         return self.rank % self.per_host
 
     def host_of(self, rank: int) -> int:
@@ -215,11 +221,14 @@ class HostGrid:
         return rank // self.per_host
 
     def partner_of(self, rank: int) -> int | None:
-        """Return the rank that keeps this one's files a second time, on the next host; None if there is no other."""
+        """Return the rank on the next host that keeps a second copy of this rank's files.
+
+        Return None if there is only one host.
+        """
         return (rank + self.per_host) % self.world_size if self.world_size > self.per_host else None
 
     def kept_by(self, host: int) -> list[int]:
-        """Return the ranks whose files a host has."""
+        """Return the ranks whose files a host keeps."""
         own = range(host * self.per_host, (host + 1) * self.per_host)
         return [*own, *(rank for rank in range(self.world_size) if self.partner_of(rank) in own)]
 
@@ -227,9 +236,10 @@ class HostGrid:
 def transfers(
     wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid
 ) -> list[tuple[str, int, int]]:
-    """Return (file, sender, receiver) of what each host lacks of what its ranks want; the same list on every rank.
+    """Return a (file, sender, receiver) tuple for each file that a host's ranks want but the host does not have.
 
-    `wanted` has names of files by rank, `held` the hosts that have each; at least one.
+    `wanted` holds the names of the wanted files for each rank. `held` lists at least one host for every file. The
+    result is the same on every rank.
     """
     found = []
     for host in range(hosts.world_size // hosts.per_host):
@@ -242,7 +252,7 @@ def transfers(
 
 
 class _CopyStore(Store):
-    """The place of a copy: files are where they stay, and count once they are sealed on all hosts."""
+    """Hold the location of a copy. Files are written in place and become valid once all hosts have sealed them."""
 
     @property
     def directory(self) -> Path:
@@ -252,7 +262,7 @@ class _CopyStore(Store):
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy(Pending):
-    """A copy whose state is collected."""
+    """A copy that has been collected but not yet written."""
 
     writer: RankWriter
     hosts: HostGrid
@@ -289,7 +299,10 @@ class PendingCopy(Pending):
 
 
 def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, parts: LoadArguments) -> dict[str, Any]:
-    """Load a copy, its files from any host. A collective. Raises `DamagedError` if one is whole on none."""
+    """Load a copy, taking each file from any host that has it. A collective.
+
+    Raises `DamagedError` if no host has an undamaged version of some file.
+    """
     manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
     names = sorted(manifest.files)[hosts.local_rank :: hosts.per_host]
     found = {name: problems_of_file(directory / name, manifest) for name in names if (directory / name).is_file()}
@@ -328,7 +341,7 @@ def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, part
 
 
 def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple[str, bytes]]:
-    """Return names and manifests of copies that any host has sealed after a time, the newest first. A collective."""
+    """Yield the name and manifest of each copy that any host sealed after `newer_than`, newest first. A collective."""
     mine: dict[str, float] = {}
     for path in sorted(directory.glob("step-*")):
         try:
@@ -344,18 +357,21 @@ def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple
 
 
 def _seal(directory: Path, data: bytes, hosts: HostGrid) -> None:
-    """Make a copy count on this host."""
+    """Mark a copy as valid on this host by writing its manifest."""
     if hosts.local_rank == 0:
         write_file(directory / MANIFEST_NAME, data)
 
 
 def _file(path: Path) -> Bytes:
-    """Return the bytes of a file, in place."""
+    """Map a file into memory and return its bytes."""
     return np.memmap(path, dtype=np.uint8, mode="r+")
 
 
 def _new_file(path: Path, nbytes: int) -> Bytes:
-    """Return the bytes of a new file. Takes its memory at once, so that a lack is an error here and no signal later."""
+    """Create a file and return its bytes, mapped into memory.
+
+    The memory is allocated immediately, so that a shortage raises an error here instead of a signal later.
+    """
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -1,4 +1,4 @@
-"""Elements of tensors as bytes in data files."""
+"""Convert the elements of tensors to bytes in data files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from fullshard.core.errors import CheckpointError
 
 
 def wraps_others(tensor: torch.Tensor) -> bool:
-    """Return whether the class of `tensor` computes in its own way, so its elements may be in tensors that it holds."""
+    """Return whether the class of `tensor` overrides `__torch_dispatch__`.
+
+    The elements of such a tensor may be stored in other tensors that it wraps.
+    """
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
-    """Return the name of the dtype without `torch.`. Raises `CheckpointError` if safetensors has none for it."""
+    """Return the name of a tensor's dtype without `torch.`.
+
+    Raises `CheckpointError` if safetensors cannot store the tensor.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout is not torch.strided:
         raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot store")
@@ -26,7 +32,7 @@ def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
 
 
 def dtype_called(code: str) -> torch.dtype:
-    """Return the dtype that safetensors calls `code`. Raises `CheckpointError` for one it does not know."""
+    """Return the dtype that safetensors calls `code`. Raises `CheckpointError` if the code is unknown."""
     if code not in NAMES:
         raise CheckpointError(f"unknown dtype {code!r} in a data file")
     dtype: torch.dtype = getattr(torch, NAMES[code])
@@ -34,12 +40,12 @@ def dtype_called(code: str) -> torch.dtype:
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Return torch's dtype of a record."""
+    """Return a record's dtype as a torch dtype."""
     return dtype_called(DTYPES[record.dtype])
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the elements as bytes in host memory: a view where possible, a copy of this one tensor else."""
+    """Return the elements of a tensor as bytes in host memory, as a view if possible and as a copy otherwise."""
     if wraps_others(tensor):
         raise CheckpointError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and has no bytes of its own",
@@ -50,7 +56,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a data file of tensors in memory; see `TensorFileWriter`."""
+    """Write tensors in memory to a data file. See `TensorFileWriter`."""
     entries = [
         TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
     ]

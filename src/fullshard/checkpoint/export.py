@@ -1,4 +1,4 @@
-"""Export a model as a Hugging Face directory that `from_pretrained` reads, without ever holding it whole."""
+"""Export a model as a Hugging Face directory for `from_pretrained`, without holding the complete model anywhere."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def export_hf(
 ) -> Path:
     """Write the weights, configuration and tokenizer of `model` for `from_pretrained`. A collective.
 
-    Parameters are gathered one at a time and written at once, so besides the shards every device holds one whole
-    parameter (or those that are stored as one) and rank 0's host up to two copies of it, however large the model and
-    `max_shard_size` are. The directory appears under its name only when it is complete.
+    Parameters are gathered one at a time and written immediately. Besides its shards, every device holds one unsharded
+    parameter (or the parameters that are stored as one tensor), and rank 0's host holds up to two copies of it, however
+    large the model and `max_shard_size` are. The directory appears under its name only when it is complete.
 
-    Names and layout are those `save_pretrained` would write, also where Transformers keeps another layout in memory
-    (experts). Where its layout on disk joins several parameters into one, these are gathered together.
+    Names and layout are those that `save_pretrained` would write, even where Transformers uses another layout in memory
+    (for example for experts). Where the layout on disk joins several parameters into one, they are gathered together.
 
     Args:
         path: directory to create; only rank 0 writes.
-        model: a Transformers model, sharded or not. Of other modules only the weights are written. The adapters of a
-            PEFT model are merged on the way, layer by layer, as PEFT's `merge_and_unload` does; `save_adapters` writes
-            them alone.
-        tokenizer: anything with `save_pretrained`: a tokenizer or a processor.
-        dtype: store floating-point tensors as this; default: as they are.
-        max_shard_size: bytes of tensors per file, a number or text such as `5GB` (10**9) or `5GiB` (2**30). A single
-            tensor that is larger gets a file of its own.
+        model: a Transformers model, sharded or not. For other modules only the weights are written. The adapters of a
+            PEFT model are merged layer by layer during the export, as PEFT's `merge_and_unload` does. Use
+            `save_adapters` to write only the adapters.
+        tokenizer: any object with `save_pretrained`, for example a tokenizer or a processor.
+        dtype: dtype to store floating-point tensors in; by default they keep their own.
+        max_shard_size: maximum size of the tensors per file, as a number of bytes or as text such as `5GB` (10**9) or
+            `5GiB` (2**30). A larger tensor gets a file to itself.
         overwrite: replace `path` if it exists.
 
     Returns:
         `path`.
 
     Raises:
-        CheckpointError: on every rank; nothing new is left at `path`.
-        ConfigError: `max_shard_size` or `dtype` that cannot be understood.
+        CheckpointError: the export failed. Every rank raises it, and nothing new is left at `path`.
+        ConfigError: `max_shard_size` or `dtype` cannot be parsed.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     final = local_path(path).absolute()
@@ -87,14 +87,17 @@ def export_hf(
 
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
-    """Return whether `export_hf` writes every parameter and persistent buffer under its own name, in its own shape."""
+    """Return whether `export_hf` writes every parameter and persistent buffer with its own name and shape."""
     convert = SavedLayout(model, local_tensors(model), cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Parameters and buffers that are stored together: one as it is (`stored_name`), or several by way of a `group`."""
+    """Parameters and buffers that are stored together.
+
+    A batch is either one tensor that is stored unchanged under `stored_name`, or several that `group` converts.
+    """
 
     sources: list[LocalTensor]
     names: list[str]
@@ -107,10 +110,11 @@ _Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
 
 
 class SavedLayout:
-    """The conversion of whole parameters to the tensors that Transformers stores for them: `batches`, in model order.
+    """Convert unsharded parameters to the tensors that Transformers stores for them.
 
-    Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
-    such as all experts of a layer in one tensor, and other software reads the form on disk.
+    Usually the stored tensor is the parameter itself. But Transformers 5 holds some models in another form in memory
+    than on disk, such as all experts of a layer in one tensor, and other software reads the form on disk. `batches`
+    lists the conversions in model order.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class SavedLayout:
 
     @classmethod
     def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> SavedLayout:
-        """Return the stored form of a model, adapters merged. Brings it to rest."""
+        """Return the stored layout of a model with its adapters merged. Brings the model to rest."""
         rest(model)
         if is_adapted(model):
             merged = MergedModel(model)
@@ -149,7 +153,10 @@ class SavedLayout:
         return cls(model, local_tensors(model), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
-        """Gather the parts of a batch, which is a collective; the returned function makes the batch."""
+        """Gather the parts of a batch. A collective.
+
+        The returned function returns the full tensors and merges adapters where needed.
+        """
         makers = [self._gather(source) for source in batch.sources]
         return lambda: [make() for make in makers]
 
@@ -162,7 +169,7 @@ class SavedLayout:
         return lambda: merged.merge(source, lambda tensor: wholes[id(tensor)])
 
     def __call__(self, batch: Batch, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the stored tensors by name. Works on the meta device too, to learn names and shapes."""
+        """Return the stored tensors by name. Also works on the meta device, to find names and shapes."""
         cast = cast_floating(list(wholes), self._cast)
         if batch.group is None:
             return {batch.stored_name: cast[0]}
@@ -170,13 +177,13 @@ class SavedLayout:
         return batch.group.convert(by_name.__getitem__, self._outline)
 
     def _name(self, source: LocalTensor) -> str:
-        """Return the name that the other names of a tied weight are tied to."""
+        """Return the primary name of a weight, to which its other names are tied."""
         names = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
         return names[0] if names else source.name
 
 
 def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, SavedLayout]:
-    """Plan which tensor goes into which file, the same on every rank."""
+    """Plan which tensor goes into which file. The plan is the same on every rank."""
     convert = SavedLayout.of(model, cast=cast)
     pairs = [
         (batch, TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)))
@@ -194,9 +201,10 @@ def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_P
 
 
 def _write_weights(directory: Path, plan: _Plan, convert: SavedLayout, ranks: Ranks) -> None:
-    """Gather every tensor and let rank 0 write it.
+    """Gather every tensor and write it on rank 0.
 
-    An error on rank 0 does not stop the gathering, which the other ranks take part in; it is raised after the file.
+    If rank 0 fails, it still takes part in the remaining gathers of the file, because the other ranks do; then every
+    rank raises the error.
     """
     for name, members in plan:
         error: Exception | None = None
@@ -223,7 +231,7 @@ def _write_weights(directory: Path, plan: _Plan, convert: SavedLayout, ranks: Ra
 def write_configuration(
     directory: Path, model: nn.Module, cast: torch.dtype | None, merged: MergedModel | None
 ) -> None:
-    """Write `config.json` and `generation_config.json`, if it is a Transformers model."""
+    """Write `config.json` and `generation_config.json` if the model is a Transformers model."""
     if merged is not None:
         model = merged.base
     config: Any = getattr(model, "config", None)

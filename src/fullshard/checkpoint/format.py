@@ -1,14 +1,14 @@
-"""The manifest: what a checkpoint directory says about itself. No torch here.
+"""Define the manifest, which describes the contents of a checkpoint directory. This module does not import torch.
 
     step-1000/
-      manifest.json                       this schema, with a checksum of its own
+      manifest.json                       this schema, with its own checksum
       model-rank00000.safetensors         one file per rank that owns a part: 1-D tensors under parameter names
       optimizer-rank00000.safetensors     the same for optimizer state, under `PARAMETER/KEY`
       state-rank00000.safetensors         random number generators of the rank, tensors found in `extra` and the like
 
-Every file of one save carries the same `save_id`, and the manifest holds the size of each file and one crc32c per
-chunk of it, so a file that is torn, flipped, swapped or from another save cannot be read by mistake. Chunks rather
-than whole files, because a rank that loads a part must be able to prove that part without reading the rest.
+Every file of one save carries the same `save_id`, and the manifest holds the size of each file and one crc32c per chunk
+of it. So a file that is torn, corrupted, swapped or from another save is always detected. Checksums cover chunks rather
+than complete files, because a rank that loads a part must be able to verify that part without reading the rest.
 """
 
 from __future__ import annotations
@@ -83,20 +83,23 @@ _Shape = Annotated[tuple[_Natural, ...], Field(max_length=64)]
 
 
 class _Record(BaseModel):
-    """Part of a manifest: immutable, and refuses keys it does not know."""
+    """Part of a manifest. Records are immutable and reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class FileRecord(_Record):
-    """A data file: its size, and a checksum per chunk of `Manifest.chunk_nbytes`, of which the last may be shorter."""
+    """The size of a data file and one checksum per chunk of `Manifest.chunk_nbytes` bytes.
+
+    The last chunk may be shorter.
+    """
 
     nbytes: _Natural
     crc32c: tuple[_Natural, ...]
 
 
 class PieceRecord(_Record):
-    """Elements [start, stop) of a flattened tensor, stored by one rank in its file."""
+    """Elements [start, stop) of a flattened tensor that one rank stores in its file."""
 
     rank: _Natural
     start: _Natural
@@ -104,16 +107,16 @@ class PieceRecord(_Record):
 
     @property
     def interval(self) -> Interval:
-        """The elements as an interval."""
+        """Return the elements as an interval."""
         return Interval(self.start, self.stop)
 
 
 class CodeRecord(_Record):
-    """The form of optimizer state stored in few bits: codes, with one scale for each `block` of them.
+    """The form of optimizer state that is stored in few bits: codes with one scale for each `block` of them.
 
-    A value is `book[code] * scale`, or `code * scale` where there is no book (`book` is its length). The file holds
-    them as NAME.codes, NAME.scales and NAME.book (both float32). Blocks are counted from the start of the piece; the
-    last may be short. Of codes of 4 bits two are in a byte, the first in the upper half.
+    A value is `book[code] * scale`, or `code * scale` if there is no book. `book` is the length of the book, or 0. The
+    file holds the parts as NAME.codes, NAME.scales and NAME.book (both float32). Blocks are counted from the start of
+    the piece, and the last one may be shorter. Two 4-bit codes share a byte, the first one in its upper half.
     """
 
     dtype: Literal["uint8", "float8_e4m3fn"]
@@ -130,10 +133,11 @@ class CodeRecord(_Record):
 
 
 class FormRecord(_Record):
-    """One of `core.forms`, in which weights are stored. The file holds its parts as NAME.codes, NAME.scales and so on.
+    """One of the `core.forms` in which weights are stored.
 
-    Pieces begin between atoms of the form, and blocks are counted from the start of the tensor. `is_transposed`: its
-    elements are counted with the last two dims in the other order.
+    The file holds the parts as NAME.codes, NAME.scales and so on. Pieces start at a multiple of the form's atom, and
+    blocks are counted from the start of the tensor. If `is_transposed`, elements are counted with the last two dims
+    swapped.
     """
 
     form: str
@@ -150,7 +154,7 @@ class FormRecord(_Record):
 
     @property
     def block(self) -> int:
-        """Return the number of elements that are read together."""
+        """Return the number of elements that must be read together."""
         return FORMS[self.form].atom
 
 
@@ -161,7 +165,7 @@ class CodedPieceRecord(PieceRecord):
 
 
 def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str, int]]:
-    """Return how a file holds a piece of tensor `name`: its names there, with dtype and number of elements."""
+    """Return the tensors that store a piece of tensor `name` in a file, as name -> (dtype, number of elements)."""
     numel = piece.interval.numel
     if not isinstance(piece, CodedPieceRecord):
         return {name: (dtype, numel)}
@@ -176,7 +180,7 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
 
 
 class ChunkingRecord(_Record):
-    """The way tensor parallelism has cut a tensor: see `core.boxes.Chunking`."""
+    """The way in which tensor parallelism has split a tensor. See `core.boxes.Chunking`."""
 
     dim: _Natural
     parts: Annotated[_Few, Field(ge=2)]
@@ -188,11 +192,12 @@ class TensorRecord(_Record):
 
     Attributes:
         shape: global shape; `()` is a scalar.
-        dtype: torch's name without the prefix, for example `bfloat16`.
-        pieces: who stores which elements; empty pieces are left out. `dtype` is that of the values, if they are coded.
-        tiles: if there are any, elements are counted tile by tile, not row by row.
-        aliases: further names of the same tensor (tied parameters).
-        is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are known here.
+        dtype: torch's name without the prefix, for example `bfloat16`. For coded pieces, the dtype of the decoded
+            values.
+        pieces: the elements that each rank stores; empty pieces are left out.
+        tiles: the chunking in whose order elements are counted; None if they are counted row by row.
+        aliases: other names of the same tensor (tied parameters).
+        is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are recorded.
     """
 
     shape: _Shape
@@ -213,23 +218,23 @@ class TensorRecord(_Record):
 
     @property
     def form(self) -> FormRecord | None:
-        """Return the form that a weight is stored in; None: as numbers."""
+        """Return the form that a weight is stored in, or None if it is stored as ordinary numbers."""
         coding = next((piece.coding for piece in self.pieces if isinstance(piece, CodedPieceRecord)), None)
         return coding if isinstance(coding, FormRecord) else None
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Return the number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def chunking(self) -> Chunking:
-        """The order in which elements are counted."""
+        """Return the chunking in whose order elements are counted."""
         return UNCUT if self.tiles is None else Chunking(self.tiles.dim, self.tiles.parts, self.tiles.groups)
 
 
 def chunking_record(chunking: Chunking) -> ChunkingRecord | None:
-    """Return the record of a tensor that is cut so; None if it is flattened row by row all the same."""
+    """Return the record of a chunking, or None if it flattens the tensor row by row anyway."""
     if chunking.is_row_by_row:
         return None
     return ChunkingRecord(dim=chunking.dim, parts=chunking.parts, groups=chunking.groups)
@@ -239,8 +244,8 @@ class StateTensorRecord(TensorRecord):
     """A tensor of optimizer state.
 
     Attributes:
-        layout: `interval` if it is laid out like its parameter, `replicated` if every rank holds all of it.
-        is_on_host: whether it lay in host memory although its parameter may not (Adam's `step`).
+        layout: `interval` if it is sharded like its parameter, `replicated` if every rank holds all of it.
+        is_on_host: whether it was in host memory, which can differ from its parameter's device (Adam's `step`).
     """
 
     layout: Literal["interval", "replicated"]
@@ -248,20 +253,20 @@ class StateTensorRecord(TensorRecord):
 
 
 class StateValueRecord(_Record):
-    """Optimizer state that is not a tensor, as written by `values.encode_value`."""
+    """A value of optimizer state that is not a tensor, as encoded by `values.encode_value`."""
 
     value: JsonValue
 
 
 class GroupRecord(_Record):
-    """A parameter group: its parameters by name and its hyper-parameters."""
+    """A parameter group: the names of its parameters and its hyperparameters."""
 
     parameters: tuple[str, ...]
     options: dict[str, JsonValue]
 
 
 class OptimizerRecord(_Record):
-    """An optimizer: its class, its groups in order, and parameter name -> state key -> what is stored."""
+    """An optimizer: its class, its groups in order, and its state as parameter name -> state key -> record."""
 
     kind: str
     groups: tuple[GroupRecord, ...]
@@ -269,7 +274,7 @@ class OptimizerRecord(_Record):
 
 
 class MeshRecord(_Record):
-    """Sizes of the device mesh the checkpoint was saved on; for people, nothing depends on it."""
+    """Sizes of the device mesh that saved the checkpoint. This is for information only and does not affect loading."""
 
     replicate: _Positive
     shard: _Positive
@@ -279,15 +284,16 @@ class Manifest(_Record):
     """Everything a checkpoint holds except the bytes of its tensors.
 
     Attributes:
-        format: marks the file as ours.
+        format: marks the file as a fullshard manifest.
         format_version: version of this schema.
         save_id: unique id of the save, repeated in every data file.
-        saved_at: seconds since the epoch, by the clock of rank 0, and later than all that it had seen: see `stamps`.
-        world_size: ranks that saved; generators are restored only at this world size.
-        parts: checkpoints that were saved together, one for each of several models; they count only together.
+        saved_at: seconds since the epoch by the clock of rank 0, but always later than the timestamps that rank 0 has
+            seen. See `stamps`.
+        world_size: number of ranks that saved. Random number generators are restored only at this world size.
+        parts: number of checkpoints that were saved together, one per model. They are valid only together.
         states: name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`).
-        own_names: whether the names of the data files carry `save_id`: of a checkpoint that has replaced another in a
-            store that cannot rename, where both must be whole at a time.
+        own_names: whether the names of the data files contain `save_id`. This is the case for a checkpoint that
+            replaced another in a store that cannot rename, where the files of both must exist at the same time.
     """
 
     format: Literal["fullshard"] = "fullshard"
@@ -312,14 +318,14 @@ class Manifest(_Record):
         return stored_tensors(self.parameters | self.buffers, self.optimizer)
 
     def file_name(self, kind: str, rank: int) -> str:
-        """Return the name of the data file of one rank."""
+        """Return the name of one rank's data file of the given kind."""
         return rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
 
 def stored_tensors(
     model: Mapping[str, TensorRecord], optimizer: OptimizerRecord | None
 ) -> Iterator[tuple[Kind, str, TensorRecord]]:
-    """Return kind of file, name in that file, and record, of every tensor of model and optimizer that is stored."""
+    """Yield the file kind, the name in that file, and the record of every stored tensor of the model and optimizer."""
     for name, record in model.items():
         if record.is_stored:
             yield "model", name, record
@@ -330,49 +336,58 @@ def stored_tensors(
 
 
 def is_for_others(name: str) -> bool:
-    """Return whether a directory in a checkpoint is for other programs: the checkpoint is whole with and without it."""
+    """Return whether a directory inside a checkpoint is meant for other programs.
+
+    The checkpoint is complete with or without it.
+    """
     return _FOR_OTHERS.fullmatch(name) is not None
 
 
 def trainer_state(directory: Location) -> Location:
-    """Return the checkpoint inside a Trainer `checkpoint-N` directory; return any other directory unchanged."""
+    """Return the checkpoint inside a Trainer `checkpoint-N` directory. Return any other directory unchanged."""
     inside = directory / TRAINER_STATE
     return inside if (inside / MANIFEST_NAME).is_file() and not (directory / MANIFEST_NAME).exists() else directory
 
 
 def part_paths(directory: Location) -> list[Location]:
-    """Return the checkpoints in a directory of several, in their models' order; empty if it is a checkpoint itself."""
+    """Return the checkpoints in a directory of several, in the order of their models.
+
+    Return an empty list if the directory is a checkpoint itself.
+    """
     found = [path for path in directory.glob(f"{_PART_PREFIX}*") if is_part(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PART_PREFIX)))
 
 
 def part_name(number: int) -> str:
-    """Return the directory of one of several models."""
+    """Return the directory name for one of several models."""
     return f"{_PART_PREFIX}{number}"
 
 
 def is_part(name: str) -> bool:
-    """Return whether a directory has the name of a part of a checkpoint of several models."""
+    """Return whether a directory name is that of a part of a checkpoint of several models."""
     return name.startswith(_PART_PREFIX) and name.removeprefix(_PART_PREFIX).isdigit()
 
 
 def rank_file_name(kind: str, rank: int, save_id: str = "") -> str:
-    """Return the name of one rank's data file. `kind` is `model`, `optimizer` or `state`; see `Manifest.own_names`."""
+    """Return the name of one rank's data file. `kind` is `model`, `optimizer` or `state`.
+
+    For `save_id`, see `Manifest.own_names`.
+    """
     return f"{kind}-rank{rank:05d}{'.' * bool(save_id)}{save_id}.safetensors"
 
 
 def rank_metadata(save_id: str, rank: int) -> dict[str, str]:
-    """Return the text in the header of the data file of one rank."""
+    """Return the metadata for the header of one rank's data file."""
     return {"format": "pt", "save_id": save_id, "rank": str(rank)}
 
 
 def is_data_file(name: str) -> bool:
-    """Return whether a file has the name of a file that a rank writes."""
+    """Return whether a file name is one that a rank writes."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body."""
+    """Return the contents of a manifest file: valid JSON that includes a checksum of the exact bytes of the body."""
     body = manifest.model_dump_json().encode()
     try:
         from_json(body)
@@ -385,7 +400,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
-    """Read what `encode_manifest` wrote."""
+    """Parse and check the bytes that `encode_manifest` returned."""
     match = re.match(re.escape(_PREFIX) + rb"([0-9a-f]{8})" + re.escape(_MIDDLE), data)
     if match is None or not data.endswith(_SUFFIX):
         raise CheckpointError(f"{where} is not a fullshard manifest, or it is damaged")
@@ -410,12 +425,12 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def read_manifest(directory: Location) -> Manifest:
-    """Return the manifest of a checkpoint directory."""
+    """Read and parse the manifest of a checkpoint directory."""
     return decode_manifest(read_manifest_bytes(directory), where=str(directory / MANIFEST_NAME))
 
 
 def read_manifest_bytes(directory: Location) -> bytes:
-    """Return the bytes of the manifest file. Raises `CheckpointError` if there is none, or it cannot be one."""
+    """Return the bytes of the manifest file. Raises `CheckpointError` if it is missing or cannot be a manifest."""
     path = directory / MANIFEST_NAME
     try:
         if isinstance(path, ObjectPath):

@@ -1,6 +1,6 @@
-"""Whole tensors in memory: the state dict of the unsharded model, out of the sharded one and back into it.
+"""Convert between a sharded model and the state dict of the unsharded model, with full tensors in memory.
 
-For models that fit one host. `save_checkpoint` needs no whole tensor anywhere.
+This is for models that fit in the memory of one host. `save_checkpoint` never needs a full tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from fullshard.features import ShardedTensor
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the whole of a parameter or buffer, cast before if it is floating-point. Gathers: a collective."""
+    """Return a parameter or buffer as a full tensor. A collective, because it gathers.
+
+    A floating-point tensor is cast to `dtype` before it is gathered.
+    """
     held: torch.Tensor = cast_floating(local.held, dtype)
     return local.tensor.spec.gather(held) if isinstance(local.tensor, ShardedTensor) else held
 
@@ -36,12 +39,13 @@ ALONE_SECONDS = 10.0
 
 
 def gather_when_all_save(model: nn.Module) -> None:
-    """Let `model.save_pretrained(...)` save the whole weights, on the main process, if it is called on every rank.
+    """Make `model.save_pretrained(...)` save the full weights on the main process when every rank calls it.
 
-    Who says whether this is the main process (`is_main_process=`, Accelerate's idiom) calls it on every rank, so it may
-    gather. Without it one rank may be alone, so it waits for the others, but not for long: if they do not come,
-    intervals are an error as before, unless this rank has every element. What does not take a state dict (diffusers'
-    models do not) finds the whole weights in `model.state_dict()`, on the main process alone.
+    A caller that passes `is_main_process=` (Accelerate's idiom) calls it on every rank, so the weights are gathered.
+    Without that argument one rank may call it alone, so it waits a short time for the other ranks. If they do not come,
+    saving an interval is an error as before, unless this rank has every element. A `save_pretrained` that does not
+    accept a state dict (such as that of diffusers models) gets the full weights from `model.state_dict()`, on the main
+    process only.
     """
     save: Any = model.save_pretrained
 
@@ -74,7 +78,10 @@ def gather_when_all_save(model: nn.Module) -> None:
 def _by_name(
     save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments, by name unless they go on in `*args`. Raises `TypeError` if it takes others."""
+    """Return the arguments of a call, passed by name unless some of them belong to `*args`.
+
+    Raises `TypeError` if the signature does not accept them.
+    """
     signature = inspect.signature(save)
     signature.bind(*args, **kwargs)
     names = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -84,12 +91,18 @@ def _by_name(
 
 
 def _is_whole_here(model: nn.Module) -> bool:
-    """Return whether this rank has every element of every parameter: it is alone, or parameters are replicated."""
+    """Return whether this rank has every element of every parameter.
+
+    This is the case with one rank or with replicated parameters.
+    """
     return all(parameter.spec.is_whole for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
 
 
 def _takes_state_dict(model: nn.Module) -> bool:
-    """Return whether the user's `save_pretrained` writes the state dict that it is given. PEFT's does not say."""
+    """Return whether the class's `save_pretrained` writes the state dict that it is given.
+
+    PEFT's method does, although its signature does not show it.
+    """
     cls: Any = user_class(model)
     save = cls.save_pretrained
     return "state_dict" in inspect.signature(save).parameters or save.__module__.startswith("peft.")
@@ -98,18 +111,18 @@ def _takes_state_dict(model: nn.Module) -> bool:
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
     """Return what `state_dict()` of the unsharded model would return. A collective: every rank calls it.
 
-    Parameters are gathered one at a time, so the device needs room for the largest one besides the shards.
+    Parameters are gathered one at a time, so besides the shards the device needs room for the largest one.
 
     Args:
         model: sharded or not.
-        rank0_only: return an empty dict on all ranks but 0.
-        cpu: move every tensor to the host as soon as it is whole.
+        rank0_only: return an empty dict on all ranks except 0.
+        cpu: move every tensor to host memory as soon as it is gathered.
 
     Returns:
-        Copies under the unsharded model's names, in its order; tied names share one tensor.
+        Copies under the unsharded model's names, in its order. Tied names share one tensor.
 
     Raises:
-        CheckpointError: inside `unsharded(model)`.
+        CheckpointError: called inside `unsharded(model)`.
     """
     rest(model)
     keep = Ranks.of(model).rank == 0 or not rank0_only
@@ -130,10 +143,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
 
 @contextlib.contextmanager
 def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Make `state_dict()` of the model and of each module in it return whole tensors, on this rank alone.
+    """Make `state_dict()` of the model and of each of its modules return full tensors, on this rank only.
 
-    For code that saves a model in its own way, a module at a time. Nothing can be gathered while it does, because the
-    other ranks do not take part; so a forward is an error.
+    This is for code that saves a model in its own way, one module at a time. Meanwhile nothing can be gathered, because
+    the other ranks do not take part, so a forward is an error.
     """
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     tensors = {
@@ -163,13 +176,13 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
 
 
 def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's part of every parameter and buffer, in host memory. No collective.
+    """Return this rank's part of every parameter and buffer, in host memory. Not a collective.
 
     Returns:
-        Copies under the unsharded model's names: flat intervals of sharded parameters, the others whole.
+        Copies under the unsharded model's names: flat intervals of sharded parameters, and full tensors otherwise.
 
     Raises:
-        CheckpointError: inside `unsharded(model)`.
+        CheckpointError: called inside `unsharded(model)`.
     """
     rest(model)
     return {name: local.held.cpu().clone() for local in local_tensors(model) for name in local.names}
@@ -179,22 +192,23 @@ def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load whole tensors into a sharded model. A collective: every rank calls it.
+    """Load full tensors into a sharded model. A collective: every rank calls it.
 
-    Only rank 0's `state_dict` is read; tensors are sent one at a time and every rank keeps its interval. Values are
-    cast to the parameters' dtypes, as torch's `load_state_dict` does. Modules' extra state is sent as JSON and tensors.
+    Only the `state_dict` of rank 0 is read. Its tensors are sent one at a time, and every rank keeps its interval.
+    Values are cast to the parameters' dtypes, as torch's `load_state_dict` does. The extra state of modules is sent as
+    JSON and tensors.
 
     Args:
         model: sharded or not.
-        state_dict: names and whole tensors, on rank 0; ignored on the others (None is fine).
-        strict: refuse missing and unexpected names.
+        state_dict: names and full tensors on rank 0. Ignored on the other ranks, which may pass None.
+        strict: raise an error for missing and unexpected names.
 
     Returns:
-        The missing and the unexpected names, empty if `strict`.
+        The missing and the unexpected names. Both are empty if `strict`.
 
     Raises:
-        CheckpointError: on every rank: names (if strict) or shapes that differ, all of them listed; or extra state that
-            `save_checkpoint` could not store either.
+        CheckpointError: shapes or, if `strict`, names differ (the error lists all of them), or there is extra state
+            that `save_checkpoint` could not store either. Every rank raises it.
     """
     ranks = Ranks.of(model)
     ranks.together("loading a state dict", lambda: rest(model))
@@ -234,7 +248,7 @@ def _sent(ranks: Ranks, tensor: torch.Tensor | None, shape: Sequence[int], dtype
 
 
 def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that keep state beside tensors, under the names that state dicts have for it."""
+    """Return the modules that have extra state, keyed by the name of that state in state dicts."""
     modules = modules_with_extra_state(model).items()
     return {f"{path}._extra_state" if path else "_extra_state": module for path, module in modules}
 
@@ -242,7 +256,10 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """Return the name to take each tensor of the model from; names missing and unexpected."""
+    """Return the state dict name for each tensor of the model, the missing names and the unexpected names.
+
+    The name is None for a tensor that is missing.
+    """
     given = {clean_name(name): name for name in state_dict}
     names: list[str | None] = []
     missing, problems = [], []
