@@ -40,7 +40,7 @@ def _word(read: Callable[[str], Any], text: str) -> Any:
 
 
 def file_word(text: str) -> Path:
-    """Parse the path of an output file and check that it is writable, so that a long run does not fail at its end."""
+    """Parse the path of an output file, and check that it is writable before a long run starts."""
     path = path_word(text)
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; name a file in it")
@@ -58,10 +58,7 @@ MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Refuse arguments that are not valid UTF-8.
-
-    File names may contain invalid UTF-8, but settings are written as UTF-8.
-    """
+    """Refuse arguments (such as file names) that are not valid UTF-8, because settings are written as UTF-8."""
     for word in words:
         try:
             word.encode()
@@ -70,10 +67,7 @@ def check_words(words: Iterable[str]) -> None:
 
 
 class RawCommand(TyperCommand):
-    """A command that does not parse its arguments.
-
-    The dialects define its flags, and the script has its own arguments.
-    """
+    """A command that leaves its arguments unparsed, because dialects define its flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Store all arguments in `ctx.args` without parsing them."""

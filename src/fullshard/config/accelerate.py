@@ -230,10 +230,7 @@ CLUSTER_KEYS = (
 
 
 def finish_parallelism(reading: Reading) -> None:
-    """Turn `dp_replicate_size` groups of `dp_shard_size` ranks into a hybrid strategy.
-
-    Without `dp_shard_size`, every rank is a replica, and the strategy is `NO_SHARD`.
-    """
+    """Translate `dp_replicate_size` to a hybrid strategy, or to NO_SHARD if `dp_shard_size` is not set."""
     entry = reading.entries.get("parallelism_config_dp_replicate_size")
     size, number = reading.setting("sharding.shard_size"), reading.setting("launch.num_processes")
     try:

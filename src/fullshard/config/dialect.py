@@ -156,10 +156,7 @@ class Reading:
             self.notes.append(_note(setting, because))
 
     def find_contradictions(self) -> None:
-        """Add a problem for each pair of keys that set the same setting to different values.
-
-        Neither key wins silently.
-        """
+        """Add a problem where two keys set a setting to different values, so that neither wins silently."""
         first: dict[str, Setting] = {}
         known = {origin for problem in self.problems for origin in problem.origins if len(problem.origins) > 1}
         for setting in self.settings:

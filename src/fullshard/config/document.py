@@ -20,10 +20,7 @@ _MAX_VALUES = 20_000
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:
-    """Return the top-level entries of a YAML or JSON file.
-
-    Raise a `ConfigError` if the file does not exist or is invalid.
-    """
+    """Return the top-level entries of a YAML or JSON file. Raise `ConfigError` if it is missing or invalid."""
     path = local_path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, a configuration is a file", hint="name the file in it")

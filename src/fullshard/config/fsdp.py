@@ -43,10 +43,7 @@ def _strategy(value: Any) -> Settings:
 
 
 def _reshard(value: Any) -> Settings:
-    """Read a boolean, `auto`, or (in version 1) a strategy by name or number.
-
-    The number 1 means true in both versions.
-    """
+    """Read a boolean, `auto`, or (in version 1) a strategy's name or number. The number 1 always means true."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return {"sharding.reshard_after_forward": "auto"}
     try:
@@ -116,10 +113,7 @@ FSDP_KEYS = (
 
 
 def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
-    """Return the rows with other names for some keys.
-
-    Accelerate's names for these keys become alternative spellings.
-    """
+    """Return the rows with new names for some keys, which keep Accelerate's names as alternative spellings."""
     return tuple(
         dataclasses.replace(
             key,
@@ -133,10 +127,7 @@ def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
 
 
 def finish_fsdp(reading: Reading) -> None:
-    """Apply the rules that involve several keys of `fsdp_config`.
-
-    The rules are about the choice of units and the two ways to set a strategy.
-    """
+    """Apply the rules that involve several keys: the choice of units, and the two ways to set a strategy."""
     _finish_wrap(reading)
     _finish_strategy(reading)
 

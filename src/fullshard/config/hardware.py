@@ -16,10 +16,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class DetectedDevice:
-    """An accelerator.
-
-    A field is None if the driver does not report it. `capability` is the CUDA compute capability, such as 8.0.
-    """
+    """An accelerator. `capability` is CUDA's, such as 8.0. Fields are None if the driver does not report them."""
 
     name: str
     memory_nbytes: int | None = None
@@ -37,10 +34,7 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    """Detect this host's hardware without torch and without raising an error.
-
-    Only accelerators that nvidia-smi lists are found.
-    """
+    """Detect this host's hardware without importing torch. Never raises, and finds only what nvidia-smi lists."""
     accelerators, failure = _accelerators()
     return Hardware(usable_cpu_count(), usable_memory_nbytes(), accelerators, failure)
 

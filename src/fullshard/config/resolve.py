@@ -1,7 +1,4 @@
-"""Resolution of readings from several sources into one `RunConfig`.
-
-For each setting, the source with the highest precedence wins.
-"""
+"""Resolution of readings into one `RunConfig`. For each setting, the source with the highest precedence wins."""
 
 from __future__ import annotations
 

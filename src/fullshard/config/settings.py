@@ -43,10 +43,7 @@ def setting(
     overruled_by: tuple[str, ...] = (),
     **bounds: Any,
 ) -> Any:
-    """Return a field of `Settings` with the facts that `About` describes.
-
-    `bounds` are passed to pydantic's `Field`.
-    """
+    """Return a field of `Settings` with the facts in `About`. `bounds` are passed to pydantic's `Field`."""
     field = Field(default=default, **bounds)
     field.metadata.append(About(ask, answers or {}, overruled_by))
     return field
@@ -74,10 +71,7 @@ class SettingsError(ConfigError):
 
 
 class CombinationError(ConfigError):
-    """Raised if settings that are valid individually are incompatible.
-
-    `settings` holds their names within the group, the most likely culprit first.
-    """
+    """Raised if individually valid settings are incompatible. `settings` names them, the likeliest culprit first."""
 
     def __init__(self, message: str, *settings: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -109,7 +103,7 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
-        """Build settings from a mapping or from None (all defaults), or return them unchanged; else `ConfigError`."""
+        """Build settings from a mapping or None (defaults), or return them unchanged; else raise `ConfigError`."""
         if isinstance(value, cls):
             return value
         if value is not None and not isinstance(value, Mapping):
@@ -146,10 +140,7 @@ def words_of(field: FieldInfo) -> tuple[str, ...]:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name most similar to `name`, or None if there is none.
-
-    The similarity must be at least `cutoff`, which is between 0 and 1.
-    """
+    """Return the most similar known name, or None if no similarity reaches `cutoff`, which is from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 

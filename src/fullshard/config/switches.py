@@ -32,10 +32,7 @@ class Switch:
     takes: Callable[[str], object] = bool
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
-        """Return the variable's value in `os.environ` or `environ`.
-
-        If the variable is unset or empty, return the first of `values`.
-        """
+        """Return the value in `os.environ` or `environ`, or the first of `values` if it is unset or empty."""
         value = (os.environ if environ is None else environ).get(self.name, "").strip()
         if self.is_wrong(value):
             raise ConfigError(f"${self.name} = {value!r}", hint=self.hint)

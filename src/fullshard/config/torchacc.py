@@ -396,10 +396,7 @@ TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Confi
 
 
 def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
-    """Refuse sizes whose product is not the world size, or a topology that puts replicas next to each other.
-
-    `given` contains the fields that were set.
-    """
+    """Refuse sizes in `given` whose product is not the world size, and topologies with adjacent replicas."""
     shard = given["dist.fsdp.size"]
     replicas, order = given.get("dist.dp.size"), given.get("dist.topology")
     problems = []

@@ -28,10 +28,7 @@ def _read_words(value: Any) -> Settings:
 
 
 def _finish(reading: Reading) -> None:
-    """Apply the rules of `fsdp_config`, then drop the entries of its two top-level keys.
-
-    The entries are not needed once their contents have been read.
-    """
+    """Apply the rules of `fsdp_config`, and drop its two top-level entries, which have been read already."""
     finish_fsdp(reading)
     for name in ("fsdp", "fsdp_config"):
         reading.entries.pop(name, None)

@@ -64,10 +64,7 @@ def text(value: Any) -> str:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Read names from a list or from comma-separated text, and strip surrounding spaces.
-
-    A single number is accepted as the name of a device.
-    """
+    """Read names from a list or comma-separated text, stripping spaces. A single number is a device's name."""
     items = value.split(",") if isinstance(value, str) else [value] if type(value) is int else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
         raise ValueError(f"expected names separated by commas, got {value!r}")
@@ -75,10 +72,7 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
-    """Read one of the known uppercase names.
-
-    The case is ignored, `-` or a space may replace `_`, and a numbered name may be given by its number, starting at 1.
-    """
+    """Read one of the uppercase names, in any case, with `-` or a space for `_`, or by its number (from 1)."""
     name = text(value).upper().replace("-", "_").replace(" ", "_")
     if numbered and name.isdigit() and 1 <= int(name) <= len(known):
         return known[int(name) - 1]
@@ -97,10 +91,7 @@ def is_none(value: Any) -> bool:
 
 
 def coerce(path: str, value: Any) -> Any:
-    """Convert a value to the type of the setting at `path`, or raise a `ValueError`.
-
-    The schema checks ranges and choices.
-    """
+    """Convert a value to the type of the setting at `path` or raise ValueError. The schema checks the range."""
     kinds = _members(SETTINGS[path].annotation)
     if type(None) in kinds and is_none(value):
         return None

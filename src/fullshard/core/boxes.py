@@ -1,4 +1,4 @@
-"""An interval of a flattened tensor as boxes of the tensor: how other formats and torch's tools cut tensors.
+"""Conversion of an interval of a flattened tensor to boxes, which other formats and torch's tools work with.
 
 A tensor that is cut along its first dim, or not at all, is flattened row by row. A tensor that is cut along another dim
 is flattened chunk by chunk, so that a rank's part is always one interval:
@@ -17,13 +17,13 @@ from fullshard.core.layout import Interval
 
 @dataclass(frozen=True, slots=True)
 class IntervalBox:
-    """Neighbouring elements of a tensor in each of its dims.
+    """A box of a tensor: a range of elements in each of its dims.
 
     Attributes:
-        offsets: index of the first element.
-        sizes: elements in each dim.
-        start: its first element's place in the interval.
-        strides: from one to the next in the interval, along each dim.
+        offsets: The index of the first element.
+        sizes: The number of elements in each dim.
+        start: The position of the first element in the interval.
+        strides: The distance between neighboring elements in the interval, along each dim.
     """
 
     offsets: tuple[int, ...]
@@ -33,17 +33,17 @@ class IntervalBox:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.sizes)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the elements from one to the next along each dim, in a tensor that is stored row by row."""
+    """Return the strides, in elements, of a tensor that is stored row by row."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
-    """Yield the boxes that make up `interval` of a tensor of `shape`, in order; at most 2n - 1 for n dims."""
+    """Yield the boxes that make up `interval` of a tensor of `shape`, in order. There are at most 2n - 1 for n dims."""
     strides = strides_of(shape)
     at = interval.start
     while at < interval.stop:
@@ -61,13 +61,13 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """One way to cut a tensor.
+    """A way to cut a tensor into parts.
 
     Attributes:
-        dim: along which dim.
-        parts: into how many parts, as `torch.chunk` cuts: the last ones may be empty.
-        groups: number of groups of equal size that are each cut this way, for a layer that packs several matrices into
-            one. A part has a piece of each group.
+        dim: The dim to cut along.
+        parts: The number of parts. The tensor is cut like `torch.chunk` does, so the last parts may be empty.
+        groups: The number of groups of equal size that are each cut this way, for a layer that packs several matrices
+            into one. A part has a piece of each group.
     """
 
     dim: int
@@ -75,7 +75,7 @@ class Chunking:
     groups: int = 1
 
     def pieces(self, shape: tuple[int, ...], part: int) -> list[tuple[int, int, int]]:
-        """Return a part's pieces along `dim`: the start of each in a tensor of `shape` and in the part; the length."""
+        """Return `(start in the tensor, start in the part, length)`, along `dim`, for each piece of a part."""
         length = shape[self.dim] // self.groups
         chunk = -(-length // self.parts)
         start = min(part * chunk, length)
@@ -93,7 +93,7 @@ class Chunking:
 
     @property
     def is_row_by_row(self) -> bool:
-        """Return whether the tensor is flattened as if it were not cut."""
+        """Return whether the tensor is flattened row by row, as if it were not cut."""
         return self.parts == 1 or (self.dim == 0 and self.groups == 1)
 
 
@@ -101,7 +101,7 @@ UNCUT = Chunking(0, 1)
 
 
 def in_whole(box: IntervalBox, chunking: Chunking, shape: tuple[int, ...], part: int) -> Iterator[IntervalBox]:
-    """Convert a box of a part to boxes of the whole tensor: one per piece of the part that it touches."""
+    """Convert a box of a part to boxes of the complete tensor, one for each piece of the part that it overlaps."""
     dim = chunking.dim
     low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     for whole, inner, length in chunking.pieces(shape, part):
@@ -116,5 +116,5 @@ def in_whole(box: IntervalBox, chunking: Chunking, shape: tuple[int, ...], part:
 
 
 def replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    """Return the values with another one for `dim`."""
+    """Return a copy of the tuple in which `value` replaces the item for `dim`."""
     return (*values[:dim], value, *values[dim + 1 :])

@@ -1,6 +1,6 @@
-"""A bucket apart from its memory: dtypes by role, and what is on the host. No torch.
+"""Plans of buckets without their memory: the dtype in each role, and which parts are on the host. No torch.
 
-The engine makes its buckets from these plans and the planner counts with them, so neither has rules of its own.
+The engine builds its buckets from these plans, and the planner uses them for its estimates, so the rules are the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fullshard.core.sizes import round_up
 
 
 class BucketKey(NamedTuple):
-    """The common properties of a bucket's parameters; with the dtypes of the run they fix all dtypes.
+    """The properties that a bucket's parameters share. Together with the dtypes of the run, they determine all dtypes.
 
-    `exact`: they are bytes that are never cast, and never rounded to be sent. `form`: the name of the stored form in
-    which they are kept at rest, as bytes; empty: they are stored as numbers.
+    `exact` parameters are bytes that are never cast and never rounded for sending. `form` is the name of the stored
+    form in which the parameters are kept as bytes, or an empty string if they are stored as numbers.
     """
 
     dtype: str
@@ -35,22 +35,22 @@ class BucketKey(NamedTuple):
     def of(
         cls, dtypes: Dtypes, dtype: str, *, trainable: bool, exact: bool, statistics: str | None, form: str = ""
     ) -> BucketKey:
-        """Return the key of one parameter; see `Dtypes.compute`."""
+        """Return the key of a parameter. `Dtypes.compute` describes `exact` and `statistics`."""
         compute = dtypes.compute(dtype, exact=exact, statistics=statistics)
         return cls("uint8" if form else dtype, compute, trainable, exact or bool(form), form)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One bucket. Make it with `BucketPlan.of`.
+    """The plan of a bucket. Make it with `BucketPlan.of`.
 
     Attributes:
-        layout: which rank owns what; parameters are called by their numbers.
-        dtype, compute_dtype, reduce_dtype: stored, unsharded, and of the gradient's sum.
-        weights_as, gradients_as: dtypes in which an interval is sent, in either direction, if they differ.
-        offload: what lives in host memory.
-        whole_dtype: dtype in which it is gathered and stays, if its parameter asks for that and casts it no further.
-        form: the form in which it is stored and sent; None: as numbers.
+        layout: Which rank owns which elements. The names of parameters are their numbers.
+        dtype, compute_dtype, reduce_dtype: The dtypes of stored and unsharded parameters and of reduced gradients.
+        weights_as, gradients_as: The dtypes in which intervals are sent, or None if they are sent as they are.
+        offload: The parts that are kept in host memory.
+        whole_dtype: The dtype in which the parameter is gathered and stays, if it requires one and casts no further.
+        form: The form in which the bucket is stored and sent, or None if it is stored as numbers.
     """
 
     layout: BucketLayout
@@ -78,8 +78,8 @@ class BucketPlan:
     ) -> Self:
         """Plan the bucket of parameters with these shapes, in definition order, shared by `world_size` ranks.
 
-        `by_rows`: each rank owns whole rows of the one parameter. `is_packed`: what is sent may be rounded, if the run
-        asks for it.
+        With `by_rows`, the bucket has a single parameter, and each rank owns complete rows of it. With `is_packed`,
+        data may be rounded for sending if the run requests it.
         """
         reduce, form = dtypes.reduce(key.dtype), FORMS[key.form] if key.form else None
         atom = form.atom if form is not None else prod(shapes[0][1:]) if by_rows else None
@@ -100,13 +100,13 @@ class BucketPlan:
 
     @property
     def main_numel(self) -> int:
-        """Elements of this rank's interval as it is stored: its bytes, if that is in a form."""
+        """Return the number of elements in this rank's stored interval, or of its bytes if it is stored in a form."""
         numel = self.layout.shard_numel
         return numel if self.form is None else round_up(self.form.nbytes(numel), ALIGNMENT_NBYTES)
 
     @property
     def main_is_on_host(self) -> bool:
-        """Return whether this rank's stored interval is in host memory; a frozen bucket has nothing else there."""
+        """Return whether this rank's stored interval is in host memory. A frozen bucket stores only a compute shard."""
         return self.offload.main_weights if self.trainable else self.offload.compute_shards
 
     @property
@@ -116,14 +116,14 @@ class BucketPlan:
 
     @property
     def state_visits_device(self) -> bool:
-        """Return whether its optimizer state, if any, lives on the host and is updated on the device."""
+        """Return whether the optimizer state, if there is any, is kept on the host but updated on the device."""
         return self.offload.optimizer_state and not self.main_is_on_host
 
     @property
     def compute_shard_dtype(self) -> str:
-        """Dtype of the gather's input, if that is not the stored interval itself on the device.
+        """Return the dtype of the gather's input, if this is not the stored interval itself on the device.
 
-        Packing is done on the device, from exact values.
+        Packing starts from exact values and takes place on the device.
         """
         return self.compute_dtype if self.weights_as is None and self.form is None else self.dtype
 
@@ -141,12 +141,12 @@ class BucketPlan:
 
     @property
     def main_gradient_dtype(self) -> str:
-        """Dtype in which gradients are accumulated over micro-batches."""
+        """Return the dtype in which gradients are accumulated over micro-batches."""
         return wider(self.reduce_dtype, self.dtype)
 
 
 @cache
 def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int, atom: int | None) -> BucketLayout:
-    """Build the layout, or return the cached one: layers repeat, so most calls find it."""
+    """Return the cached layout for these shapes, or build it. Layers repeat, so most calls find it in the cache."""
     specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
     return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size, atom=atom)

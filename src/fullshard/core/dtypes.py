@@ -1,13 +1,13 @@
-"""Each tensor's dtype in each role, by name: the engine and the planner both ask here. No torch.
+"""The dtypes of each tensor by role. The engine and the planner both use these rules. No torch.
 
 | role | dtype |
 |---|---|
-| main weight (the sharded parameter) | as it is stored: `main_dtype` |
+| main weight (the sharded parameter) | the stored dtype: `main_dtype` |
 | compute weight (the unsharded parameter) | `Dtypes.compute` |
-| the sum of gradients over ranks | `Dtypes.reduce` |
-| main gradient, accumulated over micro-batches | `wider` of the sum's and the main weight's |
-| unsharded gradient | that of the sum; where the sum casts what it reads, the compute weight's: `collected` |
-| a message | the role's own, unless it is `packed` |
+| sum of gradients over ranks | `Dtypes.reduce` |
+| main gradient, accumulated over micro-batches | the `wider` of the sum's and the main weight's dtypes |
+| unsharded gradient | the sum's dtype, or the compute weight's if the sum casts its input: `collected` |
+| message | the dtype of the role, unless the message is `packed` |
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ COMPUTE: dict[str, str | None] = {"no": None, "fp32": "float32", "bf16": "bfloat
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element."""
+    """Return the number of bytes of an element."""
     if dtype not in ITEMSIZES:
         raise ConfigError(f"unknown dtype {dtype!r}", hint=f"use one of {', '.join(ITEMSIZES)}")
     return ITEMSIZES[dtype]
 
 
 def wider(one: str, other: str) -> str:
-    """Return the floating-point dtype that holds both, as torch promotes them."""
+    """Return the floating-point dtype that can represent both, as in torch's type promotion."""
     if itemsize(one) == itemsize(other):
         return one if one == other else "float32"  # bfloat16 and float16: neither holds the other
     return max(one, other, key=itemsize)
 
 
 def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
-    """Return the main weights' dtype for `stored`: float32 for half precision, in every mode except `no`."""
+    """Return the main weights' dtype for `stored`, which is float32 for half precision in every mode except `no`."""
     return "float32" if trainable and mode != "no" and stored in HALF else stored
 
 
 def collected(compute: str, reduce: str, *, widens: bool) -> str:
     """Return the dtype in which the unsharded gradient is collected until something is added to it.
 
-    It is the parameter's dtype, in which autograd makes gradients, if the reduction `widens`, that is, casts its input.
+    If the reduction casts its input (`widens`), this is the parameter's dtype, in which autograd produces gradients.
     """
     return compute if widens and wider(compute, reduce) == reduce else reduce
 
@@ -84,15 +84,15 @@ def saves(sent_as: str, dtype: str) -> bool:
 
 
 def packed(sent_as: str | None, dtype: str) -> str | None:
-    """Return the dtype that `dtype` is sent as if `sent_as` is asked for; None: as it is, like all non-floats."""
+    """Return `sent_as` if `dtype` is a floating-point dtype that it saves bytes for, or else None."""
     return sent_as if sent_as is not None and dtype in FLOATING and saves(sent_as, dtype) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtypes of a run, by role; None leaves a role to the rule in `compute` and `reduce`.
+    """The dtypes of a run, by role. If a dtype is None, the rules in `compute` and `reduce` determine it.
 
-    `gather_as` and `reduce_as` are what intervals of weights and of gradients are sent as, if that is asked for.
+    `gather_as` and `reduce_as` are the dtypes in which intervals of weights and gradients are sent, if requested.
     """
 
     compute_dtype: str | None = None
@@ -102,22 +102,22 @@ class Dtypes:
 
     @property
     def sent(self) -> dict[str, str]:
-        """Return the dtypes of what is sent in fewer bytes, by its name in messages."""
+        """Return the dtypes of the messages that are packed into fewer bytes, by their names in error messages."""
         named = {"gather as": self.gather_as, "reduce as": self.reduce_as}
         return {name: value for name, value in named.items() if value is not None}
 
     def compute(self, stored: str, *, exact: bool = False, statistics: str | None = None) -> str:
-        """Return the dtype of an unsharded parameter that is stored as `stored`; `exact` ones are never cast.
+        """Return the dtype of an unsharded parameter that is stored as `stored`; `exact` parameters are never cast.
 
-        One that computes with running statistics takes their dtype: one kernel takes both, and what is averaged over a
-        whole training loses too much in half precision.
+        A parameter that computes with running statistics takes their dtype, because one kernel uses both, and because
+        values that are averaged over a complete run lose too much precision in half precision.
         """
         if self.compute_dtype is None or exact or stored not in FLOATING:
             return stored
         return statistics or self.compute_dtype
 
     def reduce(self, stored: str) -> str:
-        """Return the dtype that sums such a parameter's gradients: at least float32 unless told. Complex: as stored."""
+        """Return the dtype in which gradients are summed: at least float32 by default, or as stored if complex."""
         if stored.startswith("complex"):
             return stored
         if self.reduce_dtype is not None:

@@ -1,7 +1,7 @@
-"""Every error that fullshard raises on purpose: a `FullshardError` that is also one of Python's own kinds.
+"""The errors that fullshard raises: each is a `FullshardError` and also one of Python's built-in exceptions.
 
-The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own. Quoted text may
-be anything: long text is cut, and terminal control characters are escaped.
+The message states the problem, its place, and the actual and expected values. `hint` adds one action on a separate
+line. Quoted text may come from anywhere, so long text is truncated and terminal control characters are escaped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
-    """Return text of unknown origin as printable text: terminal control characters are escaped, and it is cut."""
+    """Return text from an unknown source with terminal control characters escaped, truncated to `limit` characters."""
     return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), cut(text, limit)), limit)
 
 
 def cut(text: str, limit: int) -> str:
-    """Return `text`, without its middle if it is longer than `limit` characters."""
+    """Return `text`, with its middle removed if it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     head, tail = limit * 3 // 4, limit // 8
@@ -32,17 +32,17 @@ def cut(text: str, limit: int) -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """Return the first `most` of them, and how many more there are."""
+    """Return the first `most` names, followed by the number of names that were left out."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 class FullshardError(Exception):
-    """Base of all errors raised by fullshard.
+    """The base class of all errors that fullshard raises.
 
     Args:
-        message: what is wrong, where, and got / expected, in one sentence.
-        hint: one action that fixes it, printed on its own line.
+        message: The problem, its place, and the actual and expected values, in one sentence.
+        hint: One action that fixes the problem, printed on a separate line.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -52,11 +52,11 @@ class FullshardError(Exception):
 
 
 class ConfigError(FullshardError, ValueError):
-    """A setting, a flag or an argument is wrong."""
+    """A setting, flag, or argument is invalid."""
 
 
 class PlacementError(ConfigError, AssertionError):
-    """`shard_placement_fn` returns no dim of a parameter. torch's `fully_shard` raises an AssertionError."""
+    """`shard_placement_fn` returns an invalid dim. It is also an AssertionError, as in torch's `fully_shard`."""
 
 
 class WrapError(FullshardError, ValueError):
@@ -64,23 +64,23 @@ class WrapError(FullshardError, ValueError):
 
 
 class RepeatedError(WrapError, AssertionError):
-    """A module is to become a unit twice. torch's `fully_shard` raises an AssertionError."""
+    """A module is made a unit twice. It is also an AssertionError, as in torch's `fully_shard`."""
 
 
 class LayoutError(FullshardError, ValueError):
-    """Shapes or dtypes that cannot be laid out over the ranks."""
+    """Shapes or dtypes cannot be laid out over the ranks."""
 
 
 class LifecycleError(FullshardError, RuntimeError):
-    """A call at the wrong moment, or one that a unit cannot follow."""
+    """A method was called at the wrong time, or in an order that a unit does not support."""
 
 
 class CopyError(LifecycleError, AssertionError):
-    """A sharded module cannot be copied or pickled. torch's `fully_shard` raises an AssertionError."""
+    """A sharded module cannot be copied or pickled. It is also an AssertionError, as in torch's `fully_shard`."""
 
 
 class OptimizerError(FullshardError, ValueError):
-    """An optimizer that cannot work on sharded parameters, or does not hold them."""
+    """An optimizer cannot work with sharded parameters, or does not hold them."""
 
 
 class CommunicationError(FullshardError, RuntimeError):
@@ -88,11 +88,11 @@ class CommunicationError(FullshardError, RuntimeError):
 
 
 class NonFiniteError(FullshardError, FloatingPointError):
-    """Gradients hold NaN or infinity. No parameter has been changed by them."""
+    """Gradients contain NaN or infinity. They have not changed any parameter."""
 
 
 class ReplicaError(FullshardError, RuntimeError):
-    """Replicas of a model hold different weights: a bit has flipped, or a rank has changed its own alone."""
+    """Replicas of a model hold different weights because a bit flipped or a rank changed its own weights only."""
 
 
 class CheckpointError(FullshardError, RuntimeError):
@@ -100,11 +100,11 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not as it was saved: bytes or files are missing or changed. Nothing was changed by it."""
+    """A checkpoint differs from what was saved: bytes or files are missing or changed. Loading changed nothing."""
 
 
 class StoreError(FullshardError, RuntimeError):
-    """An object store did not answer, or refused the request. The store's contents are unknown."""
+    """An object store did not respond or refused the request, so its contents are unknown."""
 
 
 class DataError(FullshardError, ValueError):
@@ -120,7 +120,7 @@ class VersionError(FullshardError, ImportError):
 
 
 class MissingExtraError(FullshardError, ImportError):
-    """An optional dependency is not installed; an extra of fullshard installs it."""
+    """An optional dependency, which an extra of fullshard installs, is missing."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(

@@ -1,6 +1,6 @@
-"""The engine's own account of its work: one event per unit and transition. The engine emits, others consume.
+"""The engine's record of its work: one event for each transition of a unit. The engine emits events for others to use.
 
-The planner produces the same events for a step it only imagines, so "predicted schedule == observed schedule" is a
+The planner produces the same events for a simulated step, so comparing the predicted with the observed schedule is a
 comparison of two lists.
 """
 
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class EventKind(StrEnum):
-    """The kind of a unit's transition."""
+    """The kind of transition that a unit makes."""
 
     UNSHARD_ISSUED = "unshard_issued"
     """its all-gather was launched"""
@@ -41,15 +41,15 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One transition of one unit.
+    """A transition of a unit.
 
     Attributes:
-        kind: what happened.
-        unit: the unit's name (the module's qualified name; empty for the root).
-        nbytes: bytes of the communicated, freed or copied buffer, 0 where none is involved.
-        what: the data copied to or from the host: `compute shard`, `gradient`, `optimizer state` or `activations`; for
-            pieces of matrices their direction: `to owners`, `from owners` or `to replicas`.
-        bucket: of all but activations, which bucket of the unit it belongs to.
+        kind: What happened.
+        unit: The name of the unit, which is the module's qualified name and empty for the root.
+        nbytes: The size in bytes of the communicated, freed, or copied buffer, or 0 if there is none.
+        what: The data copied to or from the host: `compute shard`, `gradient`, `optimizer state`, or `activations`. For
+            pieces of matrices, the direction: `to owners`, `from owners`, or `to replicas`.
+        bucket: The index of the bucket in the unit; not used for activations.
     """
 
     kind: EventKind

@@ -1,8 +1,8 @@
-"""Small files: read with limits, and written whole or not at all.
+"""Small files, which are read with limits and written atomically.
 
-Others may be able to write where our small files lie. So all code reads them through this module: it never waits for
-anything but a regular file, and reads nothing larger or deeper than expected into memory. Reading raises `OSError` for
-what is there instead, and `ValueError` for text that is not UTF-8 or not the expected JSON.
+Others may be able to write to the folders of fullshard's small files. So all code reads them through this module, which
+never blocks on a pipe or device and never reads more, or more deeply nested data, than expected. Reading raises
+`OSError` if there is no regular file, and `ValueError` if the text is not UTF-8 or not the expected JSON.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ or something is mounted over its name."""
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to instead of `path`, which gets the content when the block ends well.
+    """Yield a temporary path to write to, and move the file to `path` if the block ends without an error.
 
-    Until then, and after an error, `path` is unchanged. A device, a pipe or a file that a process has open is written
-    to directly, because a regular file in its place would be a different thing. So is a file that cannot be replaced.
-    An `OSError` has the name of `path`, which that of a full disk lacks.
+    Until then, and after an error, `path` is unchanged. The block writes directly to a device, a pipe, or a file that a
+    process has open, because a regular file cannot stand in for these. It also does so if the file cannot be replaced.
+    An `OSError` always names `path`, which the error of a full disk does not.
     """
     if path.is_dir():  # else the writer would raise an error in its own words
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -71,7 +71,7 @@ def _is_no_file_of_a_folder(path: Path) -> bool:
 
 
 def _made(temporary: Path, target: Path) -> bool:
-    """Return whether there can be a file beside `target`; raise if that leaves nothing to write to."""
+    """Create `temporary`, or return False if only `target` itself can be written. Raise if neither can be."""
     try:
         temporary.touch(0o600 if target.exists() else 0o666)
     except OSError as error:
@@ -82,7 +82,7 @@ def _made(temporary: Path, target: Path) -> bool:
 
 
 def _replace(target: Path, temporary: Path) -> None:
-    """Replace `target` with the written file, and keep its mode."""
+    """Replace `target` with the written file, keeping the mode of `target`."""
     if target.exists():
         shutil.copymode(target, temporary)
     try:
@@ -94,13 +94,13 @@ def _replace(target: Path, temporary: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def open_regular(path: Path, *, limit_nbytes: int | None = None) -> BinaryIO:
-    """Open a regular file to read, of at most `limit_nbytes`, and wait for nothing."""
+    """Open a regular file of at most `limit_nbytes` for reading, without blocking."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -130,19 +130,19 @@ def read_text(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> str:
 
 
 def read_object(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> dict[str, Any]:
-    """Return the object that a small file of JSON holds."""
+    """Return the object that a small JSON file contains."""
     return parse_object(read_text(path, limit_nbytes=limit_nbytes))
 
 
 def read_lines(path: Path, *, limit_nbytes: int = GIB, longest: int = MIB) -> Iterator[str]:
-    """Yield the lines of a text file, each with its end; a longer one than `longest` bytes comes in several pieces."""
+    """Yield the lines of a text file with their line ends. Lines longer than `longest` bytes are split."""
     with open_regular(path, limit_nbytes=limit_nbytes) as file:
         for line in iter(lambda: file.readline(longest), b""):
             yield line.decode("utf-8", "replace")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value that JSON stands for. Halves of UTF-16 pairs, which no file can hold, become U+FFFD."""
+    """Return the value of a JSON text. Unpaired UTF-16 surrogates, which no file can contain, become U+FFFD."""
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     if text.count("[") + text.count("{") > MAX_DEPTH:
         brackets = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+', "", text, flags=re.DOTALL)
@@ -152,7 +152,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the object that JSON stands for."""
+    """Return the object that the JSON text represents."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object of JSON, got a {type(value).__name__}")

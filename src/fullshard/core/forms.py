@@ -1,6 +1,6 @@
-"""The forms in which a frozen weight can be stored and sent, as codes with scales: their parts and bytes. No torch.
+"""The forms in which a frozen weight can be stored and sent as codes with scales: their parts and sizes. No torch.
 
-The engine lays buckets out by them and the planner counts with them.
+The engine uses them to lay out buckets, and the planner uses them for its estimates.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ DEVICE_PIECE_NUMEL = 2**24
 
 
 class Part(NamedTuple):
-    """One flat tensor of a stored weight. `elements`: how many elements of the weight one item stands for."""
+    """A flat tensor of a stored weight. Each of its items represents `elements` elements of the weight."""
 
     name: str
     dtype: str
     elements: int
 
     def numel(self, elements: int) -> int:
-        """Return the number of items for so many elements of a weight; the last item may stand for fewer."""
+        """Return the number of items for `elements` elements of a weight, rounded up."""
         return -(-elements // self.elements)
 
 
 @dataclass(frozen=True)
 class StoredForm:
-    """One form. The parts of a weight lie one after the other in memory, in this order.
+    """A form of storage. The parts of a weight follow each other in memory in the order of `parts`.
 
     Attributes:
-        parts: codes, then scales, then what the scales themselves are made of, if they are codes, too.
+        parts: The codes, the scales, and, if the scales are stored as codes too, the parts from which they are decoded.
     """
 
     name: str
@@ -45,16 +45,16 @@ class StoredForm:
 
     @cached_property
     def atom(self) -> int:
-        """Number of elements that stay on one rank together, so that none of the parts has to be cut within an item."""
+        """Return the number of elements that must stay on the same rank, so that no item of any part is divided."""
         return max(part.elements for part in self.parts)
 
     @property
     def block(self) -> int:
-        """Number of elements that share a scale."""
+        """Return the number of elements that share a scale."""
         return self.parts[1].elements
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes of so many elements."""
+        """Return the number of bytes that `elements` elements take."""
         return sum(part.numel(elements) * itemsize(part.dtype) for part in self.parts)
 
 
@@ -90,7 +90,7 @@ def form_of(name: str) -> StoredForm:
     """Return a form by its name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: If no form has this name.
     """
     if name not in FORMS:
         near = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)

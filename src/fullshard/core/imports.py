@@ -1,4 +1,4 @@
-"""Other libraries: those that may not be installed, and acting on a module when, and only when, somebody imports it."""
+"""Imports of optional libraries, and actions that run when another library is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Action = Callable[[ModuleType], None]
 
 
 def import_extra(name: str, *, extra: str, purpose: str) -> Any:
-    """Import a module of an optional dependency; `MissingExtraError` if it is not installed."""
+    """Import a module of an optional dependency. Raise `MissingExtraError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -27,10 +27,10 @@ def import_extra(name: str, *, extra: str, purpose: str) -> Any:
 def on_demand(
     module: str, homes: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a module's `__getattr__` and `__dir__`, which import names from their homes on first use.
+    """Return a module's `__getattr__` and `__dir__`, which import names from their home modules on first use.
 
-    Write it under `if not TYPE_CHECKING`: with `__getattr__`, a type checker would accept any name. `otherwise` makes
-    the value of a name that has no home, or raises.
+    Define them under `if not TYPE_CHECKING`, because a type checker would otherwise accept any name. `otherwise`
+    returns the value of a name without a home module, or raises an error.
     """
 
     def get(name: str) -> Any:
@@ -47,9 +47,9 @@ def on_demand(
 
 
 def after_import(name: str, action: Action) -> None:
-    """Call `action(module)` once the module is imported: now if it is, else as soon as its code has run.
+    """Call `action(module)` when the module is imported, or immediately if it has been imported already.
 
-    It costs nothing until then, because it imports nothing.
+    This adds no cost before then, because it does not import anything.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -63,7 +63,7 @@ def after_import(name: str, action: Action) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """A finder that finds modules as all others do, and adds actions to run after them."""
+    """A finder that delegates to the other finders and adds actions to run after the module's code."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}
@@ -95,9 +95,9 @@ class _Finder(MetaPathFinder):
 
 @dataclass(eq=False, slots=True)
 class Replaced:
-    """A function of another library that one of fullshard takes the place of, because there is no hook.
+    """A function of another library that fullshard replaces because the library has no hook.
 
-    `torchs` is the library's own, torch's mostly; `name` its name in `owner`, a module or a class.
+    `torchs` is the original function, which is usually torch's. `name` is its name in `owner`, a module or a class.
     """
 
     owner: Any
@@ -111,7 +111,7 @@ class Replaced:
 
 
 def replace(functions: Mapping[Replaced, Callable[..., Any]]) -> None:
-    """Put each function in its place, and wherever a module has imported the other by name."""
+    """Replace each function in its owner and in every module that has imported it by name."""
     for place, function in functions.items():
         setattr(place.owner, place.name, function)
     new = {id(place.torchs): function for place, function in functions.items()}

@@ -1,9 +1,9 @@
-"""The journal of a job's events, besides its steps: a line of JSON per event in the run's directory.
+"""The journal of a job's events other than steps, with a line of JSON for each event, in the run's directory.
 
     {"time": "2026-11-23T17:04:05.678Z", "kind": "save", "rank": 0, "host": "node3", "pid": 4711, "step": 1200, ...}
 
 Every process of a job appends to the same file. So does the launcher, which learns the path from its processes. Each
-line is written at once and in one piece, so neither a kill nor another process tears it.
+line is written in a single call, so that neither a kill nor another process can split it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST_TEXT = 2000
 
 
 class Happening(StrEnum):
-    """Kinds of events; `docs/reliability.md` lists the fields that each has besides the common ones."""
+    """The kinds of events. `docs/reliability.md` lists the fields of each kind in addition to the common ones."""
 
     START = "start"
     SAVE = "save"
@@ -49,9 +49,9 @@ class Journal:
     """The journal of this process.
 
     Attributes:
-        path: the file; None: nothing is written.
-        step: of the run, counted from 1, which is under way or was the last.
-        is_told: whether a loop that counts steps over restarts sets `step`; else it counts this process's steps.
+        path: The file, or None if no events are written.
+        step: The current or last step of the run, counted from 1.
+        is_told: Whether a loop that counts steps across restarts sets `step`, which else counts this process's steps.
     """
 
     path: Path | None = None
@@ -60,18 +60,18 @@ class Journal:
     is_told: bool = False
 
     def tell(self, step: int) -> None:
-        """Note the step of the run that the loop is at."""
+        """Set the current step of the run."""
         self.step, self.is_told = step, True
 
     def close(self) -> None:
-        """End the run, although the process may go on."""
+        """End the run in the journal, although the process may continue."""
         self.path, self.step, self.is_told = None, None, False
 
     def note(self, kind: Happening, message: str = "", *, rank: int | None = None, **details: Any) -> None:
-        """Append an event. A file that cannot be written is a warning, the first time, and never ends a run.
+        """Append an event. If the file cannot be written, issue a single warning and do not end the run.
 
-        `rank`: the affected one; default: this one. `details` are further fields, which JSON has values for; they may
-        replace `host`, `pid` and `step`.
+        `rank` is the affected rank and defaults to this one. `details` are further fields with JSON values. They may
+        replace `host`, `pid`, and `step`.
         """
         if self.path is None:
             return
@@ -101,9 +101,9 @@ JOURNAL = Journal()
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file, or of the one in a directory, in the order in which they were written.
+    """Yield the events of a journal, given as a file or a directory, in the order in which they were written.
 
-    Lines that hold no event (such as one that a full disk has cut off) are skipped. Without a file there are no events.
+    Skip lines that are not events, such as a line that a full disk has truncated. If there is no file, yield nothing.
     """
     path = path / JOURNAL_NAME if path.is_dir() else path
     for line in read_lines(path) if path.exists() else ():
@@ -120,7 +120,7 @@ TOLD = "journal"
 
 
 def told_by_processes(directory: Path) -> Path | None:
-    """Return the file that a launcher's processes write events to; None if they write none."""
+    """Return the file to which a launcher's processes write events, or None if they write none."""
     try:
         return Path(read_text(directory / TOLD))
     except (OSError, ValueError):

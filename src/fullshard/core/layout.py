@@ -1,12 +1,13 @@
 """The interval layout: which rank owns which elements of which parameter. Pure arithmetic, no torch.
 
-A bucket is the concatenation of its parameters in definition order. Each starts on an aligned element; the whole is
-padded so that it falls into equal intervals, as gathers want it. Rank r of a shard group owns elements [r*S, (r+1)*S):
+A bucket is the concatenation of its parameters in definition order, each of which starts on an aligned element. The
+bucket is padded so that it divides into equal intervals, as gathers require. Rank r of a shard group owns elements
+[r*S, (r+1)*S):
 
     parameters   |aaaaaaaaa...|bbbbb...|cccccccccccccccccccccc|dd..|......|      ('.' = padding)
     intervals    |     rank 0      |     rank 1      |     rank 2         |
 
-`BucketLayout.build` packs; `__post_init__` checks the invariants with independent code.
+`BucketLayout.build` packs the parameters, and `__post_init__` checks the invariants with independent code.
 """
 
 from __future__ import annotations
@@ -25,49 +26,49 @@ ALIGNMENT_NBYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Elements [start, stop) of a flat sequence. Empty when start == stop."""
+    """Elements [start, stop) of a flat sequence. The interval is empty if start == stop."""
 
     start: int
     stop: int
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
     def intersect(self, other: Interval) -> Interval:
-        """Return the common part; an empty one lies at the end of this interval that is nearer to `other`."""
+        """Return the intersection. If it is empty, it is at the end of this interval that is closer to `other`."""
         start = min(max(self.start, other.start), self.stop)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> Interval:
-        """Return the same interval, `offset` elements later."""
+        """Return the interval moved by `offset` elements."""
         return Interval(self.start + offset, self.stop + offset)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter, as the layout sees it: its name in the model and its global shape."""
+    """A parameter of the layout, with its name in the model and its global shape."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Return the number of elements of the unsharded parameter."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Offsets of a bucket's parameters and the interval every rank owns. Build it with `BucketLayout.build`.
+    """The offsets of a bucket's parameters and the interval of every rank. Build it with `BucketLayout.build`.
 
     Attributes:
-        specs: the parameters in definition order.
-        offsets: element offset of each parameter in the bucket.
-        shard_numel: elements per rank, S.
-        world_size: ranks that share the bucket: those of one shard group.
-        alignment: every parameter and every interval starts at a multiple of so many elements.
+        specs: The parameters in definition order.
+        offsets: The offset of each parameter in the bucket, in elements.
+        shard_numel: The number of elements per rank, S.
+        world_size: The number of ranks that share the bucket, which form one shard group.
+        alignment: The number of elements of which all parameter offsets and interval starts are multiples.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -82,8 +83,8 @@ class BucketLayout:
     ) -> BucketLayout:
         """Pack `specs`, in definition order, for `world_size` ranks.
 
-        `itemsize`: bytes of the narrowest element type the bucket is ever communicated in. `atom`: how many elements
-        stay together on one rank, those of a row; None: as many as fill 16 bytes.
+        `itemsize` is the size in bytes of the narrowest dtype in which the bucket is communicated. `atom` is the number
+        of elements that must stay on the same rank, such as those of a row; None means as many as fill 16 bytes.
         """
         if world_size < 1 or itemsize < 1 or (ALIGNMENT_NBYTES % itemsize and itemsize % ALIGNMENT_NBYTES):
             raise LayoutError(f"cannot lay out items of {itemsize} bytes over {world_size} ranks")
@@ -109,31 +110,31 @@ class BucketLayout:
 
     @cached_property
     def full_numel(self) -> int:
-        """Elements of the unsharded bucket, padding included."""
+        """Return the number of elements of the unsharded bucket, including padding."""
         return self.shard_numel * self.world_size
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameters, without padding."""
+        """Return the number of elements of the parameters, without padding."""
         return sum(spec.numel for spec in self.specs)
 
     @cached_property
     def largest_numel(self) -> int:
-        """Elements of the largest parameter."""
+        """Return the number of elements of the largest parameter."""
         return max(spec.numel for spec in self.specs)
 
     def rank_interval(self, rank: int) -> Interval:
-        """Return the bucket elements that rank `rank` owns."""
+        """Return the elements of the bucket that `rank` owns."""
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def interval(self, index: int, rank: int) -> Interval:
-        """Return the elements of (flattened) parameter `index` that `rank` owns; empty if it owns none."""
+        """Return the elements of the flattened parameter `index` that `rank` owns, or an empty interval if none."""
         offset = self.offsets[index]
         whole = Interval(offset, offset + self.specs[index].numel)
         return whole.intersect(self.rank_interval(rank)).shift(-offset)
 
     def shard_slice(self, index: int, rank: int) -> slice:
-        """Return the place of `interval(index, rank)` in the rank's shard."""
+        """Return the position of `interval(index, rank)` in the rank's shard."""
         local = self.interval(index, rank)
         if local.numel == 0:
             return slice(0, 0)
