@@ -1,7 +1,8 @@
-"""Attributes that forward leaves on modules, and that are views of their unit's parameters (`self.cache = self.q[:3]`).
+"""Module attributes that forward sets to views of their unit's parameters (`self.cache = self.q[:3]`).
 
-They are valid in the next forward, which fills the same memory again. In between they must not be read, so an error
-stands in their place while the unit is sharded. Lists, tuples and dicts are searched; other objects are not.
+They are valid in the next forward, which fills the same memory again. Until then they must not be read, so while the
+unit is sharded they are replaced with an object that raises an error. Lists, tuples and dicts are searched; other
+objects are not.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ _EVERY_MODULES = frozenset(vars(nn.Module()))
 
 
 class KeptViews(Extension):
-    """Watch one model for views that forward leaves on modules."""
+    """Track the views of parameters that forward leaves on one model's modules."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._views: dict[UnitParameters, _Views] = {}
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over what is known of a part."""
+        """Take over the views of a model that became part of this one."""
         self._views |= cast("KeptViews", earlier)._views
 
     def unit_ran(self, unit: Unit) -> None:
-        """Find the views that a forward has left."""
+        """Find the views that a forward has left on modules."""
         views = self._views.get(unit)
         if views is None:
             views = self._views[unit] = _Views(unit)
         views.look()
 
     def unsharded(self, unit: UnitParameters) -> None:
-        """Put the views back."""
+        """Restore the views."""
         if (views := self._views.get(unit)) is not None:
             views.show()
 
     def resharded(self, unit: UnitParameters) -> None:
-        """Put an error in place of each view."""
+        """Replace each view with an object that raises an error when used."""
         if (views := self._views.get(unit)) is not None:
             views.hide()
 
@@ -63,7 +64,7 @@ class _Views:
         self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def look(self) -> None:
-        """Find views after the first forward of each kind: in training or not, with gradients or without."""
+        """Find views after the first forward of each kind: training or not, with gradients or without."""
         kind = self._unit.modules[0].training, torch.is_grad_enabled()
         if kind not in self._looked:
             self._looked.add(kind)
@@ -76,7 +77,7 @@ class _Views:
         return not isinstance(tensor, (nn.Parameter, _Freed)) and self._unit.has_view(tensor)
 
     def hide(self) -> None:
-        """Put an error in place of each view, whose memory is about to be freed."""
+        """Replace each view with an object that raises an error, because its memory will be freed."""
         for holder, attribute, path in self._places.values():
             freed = _Freed.of(
                 f"unit {self._unit.name!r}: {path} is a view of one of its parameters, whose memory went with them"
@@ -91,7 +92,7 @@ class _Views:
         return freed if self._is_kept(tensor) else tensor
 
     def show(self) -> None:
-        """Put the views back, unless something else is in their place now."""
+        """Restore the views, unless the script has assigned other values since."""
         while self._hidden:
             holder, attribute, value, hidden = self._hidden.pop()
             if holder.get(attribute) is hidden:
@@ -99,7 +100,7 @@ class _Views:
 
 
 def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield the attributes that scripts have put on modules: their holder, name and path."""
+    """Yield each module attribute that scripts have set, as its holder, name and path."""
     for module in modules:
         for name, inner in module.named_modules():
             place = f"{name or type(module).__name__}."
@@ -113,13 +114,13 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class _Freed(torch.Tensor):
-    """A tensor without memory that stands in for a freed view."""
+    """A tensor without memory that replaces a freed view."""
 
     _why: str
 
     @classmethod
     def of(cls, why: str) -> _Freed:
-        """Make a stand-in whose use raises `why`."""
+        """Return a replacement that raises an error with the message `why` when used."""
         self: _Freed = torch_private.made_as(cls, torch.empty(0), requires_grad=False)
         self._why = why
         return self

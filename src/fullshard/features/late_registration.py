@@ -1,8 +1,8 @@
-"""Refuse parameters and modules that are put into a model after sharding: no unit owns them or reduces their gradients.
+"""Refuse parameters and modules added to a model after sharding, because no unit would own them.
 
-torch calls a hook for every parameter and module that is registered somewhere; these calls are counted. If a script
-writes straight into `_parameters` or `_modules`, the number or the identity of their entries changes. The model is
-searched only when one of these has changed, at its next forward.
+Their gradients would not be reduced either. torch calls a hook for every registered parameter and module, and these
+calls are counted. A script that writes directly to `_parameters` or `_modules` changes the number or the identity of
+their entries. The model is searched only when one of these has changed, at its next forward.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def _count(module: nn.Module, _name: str, _value: object) -> None:
 
 @functools.cache
 def _count_registrations() -> None:
-    """Count registrations from now on. torch calls such hooks for every module, so they start only with a watch."""
+    """Start to count registrations. The hooks run for every module, so they are installed on first use only."""
     register_module_parameter_registration_hook(_count)
     register_module_module_registration_hook(_count)
 
 
 class LateRegistration(Extension):
-    """Watch one model for parameters and modules that are put into it."""
+    """Detect parameters and modules that are added to one model."""
 
     def assembled(self) -> None:
-        """Note which parameters the model has, and where."""
+        """Remember the model's parameters and their places."""
         _count_registrations()
         self._units = units = self.model.units
         self._places = {(id(m), attribute) for unit in units for slot in unit.slots for m, attribute in slot.owners}
@@ -57,7 +57,7 @@ class LateRegistration(Extension):
         self._known_children: list[nn.Module | None] = []
 
     def forward_begins(self) -> None:
-        """Refuse parameters and modules that were put in since the last forward of the model."""
+        """Raise an error for parameters and modules that were added since the model's last forward."""
         children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
         count = sum(map(len, self._parameters))
         is_known = self._known_count == count and are_same(children, self._known_children)

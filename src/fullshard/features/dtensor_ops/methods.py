@@ -1,7 +1,7 @@
-"""Methods of a `ShardedTensor` that DTensors have, or that torch.distributed.checkpoint asks for.
+"""Methods of `ShardedTensor` that DTensors have or that torch.distributed.checkpoint calls.
 
-What would show one rank's elements as if they were all (pickle, safetensors, a raw address) is an error that names the
-way out.
+Operations that would expose one rank's elements as if they were the complete tensor (pickle, safetensors, a raw
+address) raise an error that names an alternative.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ WAY_OUT = (
 
 
 class _Methods(ShardedTensor):
-    """Holds the methods until `add_methods`; there are no instances."""
+    """A namespace for methods that `add_methods` copies to `ShardedTensor`. It is never instantiated."""
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's interval, shape (n,), or the whole's shape if it has everything. Differentiable.
+        """Return this rank's interval with shape (n,), or the global shape if this rank has all elements.
 
-        A gradient that comes back is averaged over the ranks that have the same elements, unless `grad_placements` says
-        otherwise.
+        Differentiable: an incoming gradient is averaged over the ranks that hold the same elements, unless
+        `grad_placements` is given.
         """
         is_own = grad_placements is None and _wants_gradient(self)
         take: Any = _ToLocal.apply if is_own else functools.partial(DTensor.to_local, grad_placements=grad_placements)
@@ -46,10 +46,11 @@ class _Methods(ShardedTensor):
         return local.view(self.spec.sharded_shape) if is_whole else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the whole as a new tensor on this rank's device. A collective, in the same order on every rank.
+        """Return the unsharded tensor as a new tensor on this rank's device.
 
-        Differentiable: gradients that come back are reduced over all ranks as those of the parameter are, by their
-        mean, unless `grad_placements` says otherwise. So backward is a collective, too.
+        This is a collective, so all ranks must call it in the same order. It is differentiable: incoming gradients are
+        reduced over all ranks like those of the parameter, by default to the mean, unless `grad_placements` is given.
+        Backward is therefore a collective, too.
         """
         whole: torch.Tensor = _replicate(self, grad_placements is None).to_local(grad_placements=grad_placements)
         return whole
@@ -57,7 +58,7 @@ class _Methods(ShardedTensor):
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Redistribute as torch does: to replicated, to shards along a dim, to another mesh. A collective."""
+        """Redistribute as torch does: to replicas, to shards along a dim, or to another mesh. A collective."""
         own = self.placements
         mesh = device_mesh or self.device_mesh
         if mesh == self.device_mesh and placements is not None and tuple(placements) == own:
@@ -72,7 +73,7 @@ class _Methods(ShardedTensor):
         )
 
     def __copy__(self) -> ShardedTensor:
-        """Return the same memory in a tensor of its own that may be given other memory."""
+        """Return a separate tensor that shares memory with this one and can be given other memory."""
         return _like(self, self.local.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -87,11 +88,14 @@ class _Methods(ShardedTensor):
         )
 
     def data_ptr(self) -> int:
-        """Return 0, as torch's DTensor does: there is no address of the whole."""
+        """Return 0, as torch's DTensor does, because the unsharded tensor has no address."""
         return 0
 
     def untyped_storage(self) -> NoReturn:
-        """Refuse: the tensor has no memory as a whole, and callers do not ask for this rank's interval."""
+        """Raise an error, because the unsharded tensor has no storage.
+
+        Callers never expect the storage of only this rank's interval.
+        """
         raise LifecycleError(
             f"{self.name} has no memory of its own: this rank has elements {self.interval.start} to "
             f"{self.interval.stop} of {self.spec.numel}",
@@ -99,11 +103,11 @@ class _Methods(ShardedTensor):
         )
 
     def __dlpack__(self, *_args: object, **_options: object) -> NoReturn:
-        """Refuse for the same reason; torch's own would end the process."""
+        """Raise the same error as `untyped_storage`; torch's own implementation would crash the process."""
         self.untyped_storage()
 
     def tolist(self) -> Any:
-        """Return the elements of the whole. A collective."""
+        """Return all elements of the unsharded tensor as nested lists. A collective."""
         return self.full_tensor().tolist()
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
@@ -138,11 +142,11 @@ class _Methods(ShardedTensor):
 
 
 class _ParameterMethods(ShardedParameter):
-    """Holds those of parameters."""
+    """A namespace for methods that `add_methods` copies to `ShardedParameter`."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Return the parameter's own dtype. Only that and None, which means any dtype to torch, can be set."""
+        """Return the parameter's dtype. It can be set only to that dtype or to None, torch's value for any dtype."""
         return self.dtype
 
     @grad_dtype.setter
@@ -152,7 +156,7 @@ class _ParameterMethods(ShardedParameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return the same memory without autograd. A tensor that is set is copied: no memory is shared with it."""
+        """Return a tensor on the same memory without autograd. Assigning a tensor copies its values."""
         taken = vars(self).get("_data")
         if taken is None:
             taken = vars(self)["_data"] = self.wrap(self.local)
@@ -180,25 +184,25 @@ class _ParameterMethods(ShardedParameter):
             _detached_of(self).clear()
 
     def detach(self) -> ShardedTensor:
-        """Return the same memory without autograd."""
+        """Return a tensor on the same memory without autograd."""
         detached: Any = torch.Tensor.detach(self)
         _detached_of(self)[id(detached)] = detached
         return detached  # type: ignore[no-any-return]
 
     def register_hook(self, hook: object) -> NoReturn:
-        """Refuse hooks."""
+        """Raise an error, because such hooks would never run."""
         raise LifecycleError(
             f"register_hook on sharded parameter {self.name} would never fire: autograd sees the unsharded parameter",
             hint="use register_post_accumulate_grad_hook, or register the hook before fully_shard",
         )
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view of the parameter itself, by which scripts look for the node that accumulates its gradient."""
+        """Return a view. Raise an error for a view of the parameter as itself, which looks for its gradient node."""
         _check_is_other(self, other)
         return torch.Tensor.view_as(self, other)
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view of the parameter itself, as `view_as` does."""
+        """Return a view, with the same check as `view_as`."""
         _check_is_other(self, other)
         return torch.Tensor.expand_as(self, other)
 
@@ -212,7 +216,7 @@ def add_methods() -> None:
 
 
 def _detached_of(parameter: ShardedParameter) -> weakref.WeakValueDictionary[int, ShardedTensor]:
-    """Return what `detach` has returned, for `data` to give it other memory."""
+    """Return the living results of `detach`, which `data` moves to other memory when it is assigned."""
     held: weakref.WeakValueDictionary[int, ShardedTensor] = vars(parameter).setdefault(
         "_detached", weakref.WeakValueDictionary()
     )
@@ -245,9 +249,10 @@ def _replicate(tensor: ShardedTensor, reduces: bool = True) -> DTensor:
 
 
 class _Replicate(torch.autograd.Function):
-    """Make a tensor that every rank has whole; its gradient comes back as this rank's interval.
+    """Make a tensor that is replicated on every rank; its gradient returns as this rank's interval.
 
-    Each rank may compute with it as it likes, but torch takes all gradients to be the same. So this class reduces them.
+    The ranks may compute different things with it, but torch assumes that all gradients are equal. This class therefore
+    reduces them.
     """
 
     @staticmethod
@@ -262,7 +267,10 @@ class _Replicate(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """Take this rank's interval. Torch's own would compute the whole's strides from it; replicas have one gradient."""
+    """Take this rank's interval; gradients are averaged over replicas.
+
+    torch's own function would derive wrong strides for the unsharded tensor from the interval.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
@@ -278,9 +286,9 @@ class _ToLocal(torch.autograd.Function):
 
 
 def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return the gradient of a tensor that every rank has whole; each rank gives its own gradient. A collective.
+    """Reduce the gradient of a replicated tensor; each rank passes its own gradient. A collective.
 
-    A partial gradient says that each rank has a part of the sum, so that sum is the result.
+    If the gradient is partial, each rank holds one term of a sum, so the result is that sum.
     """
     if not isinstance(gradient, DTensor):
         return _reduce(gradient, spec)
@@ -291,10 +299,10 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
-    """Return the gradient over all ranks; each rank gives the gradient of its own loss. A collective.
+    """Reduce a gradient over all ranks; each rank passes the gradient of its own loss. A collective.
 
-    The result is that of the unit's reduction: the mean, unless the script has set another divisor. A gradient
-    `of_interval` is of this rank's elements alone; then take the mean over the replicas.
+    The result uses the divisor of the unit's reduction, which gives the mean unless the script has set another. If
+    `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.
     """
     mesh, group = spec.mesh, spec.mesh.world_group
     divisor = float(mesh.world_size) if spec.reduction is None else spec.reduction.divisor
@@ -307,5 +315,5 @@ def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = Fals
 
 
 def replicated_of(tensor: ShardedTensor) -> DTensor:
-    """Return the whole as a DTensor that every rank has; no part of autograd's graph."""
+    """Return the unsharded tensor as a replicated DTensor, outside of autograd's graph."""
     return dtensor_of(tensor.spec.gather(tensor.local), tensor.spec)

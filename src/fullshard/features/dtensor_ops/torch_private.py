@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fullshard.comm.torch_private import Kernel
 
 
 def takes_plain_as_replicated() -> bool:
-    """Return whether torch's public `implicit_replication()` is active, which no public function tells. Since 2.5."""
+    """Return whether `implicit_replication()` is active; torch has no public function for it. Since torch 2.5."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
@@ -25,7 +25,7 @@ norm_partial: Callable[[float], Placement] = _NormPartial
 
 @cache
 def written(kernel: Kernel) -> tuple[tuple[int, str], ...]:
-    """Return position and name of each argument that a kernel changes. Since 2.0."""
+    """Return the position and name of each argument that a kernel writes to. Since torch 2.0."""
     arguments = enumerate(kernel._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 

@@ -1,4 +1,4 @@
-"""Tensors that every rank has whole: results computed from sharded tensors, and copies in place of views."""
+"""Tensors that are complete on every rank: results computed from sharded tensors, and copies in place of views."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ from fullshard.features.dtensor_ops.methods import reduced
 
 
 class _Whole(SpreadTensor):
-    """One that every rank has whole. What leaves this class is each rank's own from there on, with its gradient."""
+    """A tensor that is complete on every rank.
+
+    A tensor derived from it with another class is independent on each rank, and so is its gradient.
+    """
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the whole. Gradients that come back are reduced as in `ShardedTensor.full_tensor`. Differentiable."""
+        """Return the complete tensor. Gradients are reduced as in `ShardedTensor.full_tensor`. Differentiable."""
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad:
             return _leave(self, is_plain=True)
         return super().to_local(grad_placements=grad_placements)
@@ -46,24 +49,24 @@ class _Whole(SpreadTensor):
 
 
 class WholeTensor(_Whole):
-    """A result computed from sharded tensors that every rank has whole: a norm, a penalty, a product of matrices.
+    """A result computed from sharded tensors, complete on every rank: a norm, a penalty, a matrix product.
 
-    With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss, each rank to its own.
+    Combined with plain numbers it becomes a plain tensor, so that each rank can add a penalty to its own loss.
     """
 
     @classmethod
     def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
-        """Return `whole`, a result computed from tensors with that spec."""
+        """Return `whole`, a result computed from tensors with this spec, as a `WholeTensor`."""
         self: WholeTensor = torch_private.wrap(cls, whole, torch_private.layout_from(dtensor_of(whole, spec)))
         self.spec = spec
         return self
 
     def tolist(self) -> Any:
-        """Return its elements, on every rank."""
+        """Return the elements as nested lists, on every rank."""
         return torch_private.local_of(self).tolist()
 
     def plain(self) -> DTensor:
-        """Return the same tensor as torch's own class."""
+        """Return the same tensor as a plain DTensor."""
         dtensor: DTensor = torch_private.wrap(DTensor, torch_private.local_of(self), torch_private.layout_from(self))
         return dtensor
 
@@ -71,7 +74,7 @@ class WholeTensor(_Whole):
     def __torch_function__(
         cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handle every torch function that is given a whole tensor, above autograd."""
+        """Handle every torch function that receives a whole tensor, before autograd does."""
         kwargs = kwargs or {}
         others = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, SpreadTensor)]
         plain = [tensor for tensor in others if not isinstance(tensor, DTensor)]
@@ -119,7 +122,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 class _Leave(torch.autograd.Function):
-    """To a plain tensor, each rank's own from here on, or to torch's class. Gradients that come back are reduced."""
+    """Convert to a plain tensor, independent on each rank, or to a DTensor. Gradients are reduced on the way back."""
 
     @staticmethod
     def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:
@@ -137,9 +140,10 @@ def _leave(whole: _Whole, *, is_plain: bool) -> torch.Tensor:
 
 
 class WholeCopy(_Whole):
-    """A copy in place of a view that is no interval, a transposed matrix for example. It must not be changed.
+    """A read-only copy in place of a view that is not an interval, for example a transposed matrix.
 
-    Once its source has changed, it must not be read either, as a view would have changed too. Views of it are alike.
+    The copy becomes invalid when its source changes, because a view would have changed, too. The same rules apply to
+    views of the copy.
     """
 
     _source: torch.Tensor
@@ -157,7 +161,7 @@ class WholeCopy(_Whole):
         return self
 
     def plain(self) -> WholeTensor:
-        """Return the same tensor without the guard."""
+        """Return the same tensor without the checks."""
         return WholeTensor.of(torch_private.local_of(self), self.spec)
 
     @classmethod
@@ -182,17 +186,17 @@ class WholeCopy(_Whole):
         return map_arguments(result, DTensor, lambda view: WholeCopy.of(view, copies[0]))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the local tensor as torch does, which runs no kernel."""
+        """Return the local tensor as torch does, after a check, because no kernel runs that would check."""
         self.check_is_current()
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the full tensor as torch does, which runs no kernel."""
+        """Return the full tensor as torch does, after a check, because no kernel runs that would check."""
         self.check_is_current()
         return super().full_tensor(grad_placements=grad_placements)
 
     def check_is_current(self) -> None:
-        """Raise if the source of the copy has changed since."""
+        """Raise if the source has changed since the copy was made."""
         if _version(self._source) != self._source_version:
             raise LifecycleError(
                 f"a view of {self.name} that no rank has as an interval is out of date: what it was gathered from has "
@@ -202,7 +206,7 @@ class WholeCopy(_Whole):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 in inference mode, where torch does not count."""
+    """Return the number of in-place changes of a tensor, or 0 in inference mode, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""Parameters that say themselves how they are gathered: torch's protocol, which torchao's float8 weights follow."""
+"""Parameters that define their own all-gather by torch's protocol, such as torchao's float8 weights."""
 
 from functools import partial
 

@@ -1,12 +1,12 @@
-"""The bucket of a parameter that says itself how it is gathered (`features.extended.protocol`).
+"""The bucket of a parameter that defines its own all-gather (`features.extended.protocol`).
 
-    main              a plain tensor, as in any bucket; but each rank owns whole rows, and there is one parameter in it
-    rows              the extended parameter around `main`; before every gather it says what to send
-                      (for composed ones see `features.extended.composed`)
-    outputs           the gathered tensors, one for each that `rows` has sent
-    unsharded         the extension's tensor made of the first outputs; modules hold it as parameter in forward
+    main              a plain tensor, as in any bucket, but with complete rows on each rank and only one parameter
+    rows              the extended parameter around `main`. Before every all-gather it returns the tensors to send
+                      (for composed parameters see `features.extended.composed`)
+    outputs           the gathered tensors, one for each tensor that `rows` has sent
+    unsharded         the extension's tensor, built from the first outputs; modules hold it as parameter in forward
 
-Further gathers refill the same memory, because autograd may have saved views of it.
+Later gathers refill the same memory, because autograd may have saved views of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fullshard.wrap.partition import Slot, Values
 
 
 class ExtendedParameter(ShardedParameter):
-    """A sharded parameter; extensions find their own tensor at the place where torch's `fully_shard` keeps it."""
+    """A sharded parameter that stores the extension's tensor where torch's `fully_shard` does."""
 
     rows: torch.Tensor
 
@@ -49,12 +49,12 @@ class ExtendedParameter(ShardedParameter):
         torch_private.put_local(self, value)
 
     def to_local(self, **options: Any) -> torch.Tensor:
-        """Return this rank's part, as for any sharded parameter."""
+        """Return this rank's part, as for other sharded parameters."""
         return self.view(self.shape).to_local(**options)  # type: ignore[attr-defined, no-any-return]
 
 
 class ExtendedBucket(Bucket):
-    """See the module; arguments are those of `Bucket`, with one slot."""
+    """The bucket of one extended parameter. It takes the same arguments as `Bucket`, with one slot."""
 
     buffer: ExtendedBuffer
     parameter_type: type[ShardedParameter] = ExtendedParameter
@@ -68,7 +68,7 @@ class ExtendedBucket(Bucket):
             parameter.rows = self.buffer.rows
 
     def _allocate(self, weights: Values | None) -> None:
-        """Copy this rank's rows, and gather once on every rank, to learn which tensors to bind."""
+        """Copy this rank's rows and gather once on every rank, to find out which tensors to bind."""
         [slot] = self.slots
         extended = slot.parameter
         if self.plan.main_is_on_host:
@@ -89,7 +89,7 @@ class ExtendedBucket(Bucket):
         self.reshard()
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:
-        """Fill `main`, and put the extended parameter around it, with as many rows on every rank."""
+        """Fill `main` and wrap it in the extended parameter, with the same number of rows on every rank."""
         extended = slot.parameter
         self.main = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.mesh.device)
         interval, own = self.layout.interval(0, self.mesh.shard_rank), self.main[self.slices[0]]
@@ -104,11 +104,11 @@ class ExtendedBucket(Bucket):
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the outputs, and of tensors made beside them."""
+        """Return the bytes of the outputs and of other tensors that the extension has made."""
         return self.buffer.whole_nbytes
 
     def write_back(self) -> None:
-        """Refuse changes: the tensors that the extension has made cannot be turned back into rows."""
+        """Raise an error if a parameter changed, because the extension's tensors cannot be converted back to rows."""
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
@@ -118,19 +118,22 @@ class ExtendedBucket(Bucket):
             )
 
     def make_gradient(self) -> None:
-        """Be ready to collect gradients. No storage of wrappers tells whether forward has given them other data."""
+        """Prepare to collect gradients.
+
+        The storage of a wrapper tensor does not show whether forward replaced its data, so it is not checked.
+        """
         self.gradient = Gradient(self, self.sharded_parameters, storage_id=None)
         self.has_gradient = True
 
 
 class ExtendedBuffer(FullBuffer):
-    """The memory that one extended parameter is unsharded into; `dtype` is what forward computes in.
+    """The memory that one extended parameter is unsharded into; `dtype` is the compute dtype.
 
     Attributes:
-        rows: an instance of the parameter's class with the rows of this rank, padding included.
+        rows: an instance of the parameter's class with the rows of this rank, including padding.
         unsharded: the parameter that modules hold in forward.
-        full: the same, without autograd.
-        storage_ids: ids of the storages of everything that is whole then.
+        full: the unsharded parameter without autograd.
+        storage_ids: ids of all storages that unsharding fills.
         whole_nbytes: bytes of these storages.
     """
 
@@ -152,18 +155,18 @@ class ExtendedBuffer(FullBuffer):
 
     @property
     def whole_dtype(self) -> str | None:
-        """Return the dtype of the gathered tensor that stays, if there is one and nothing was made beside it."""
+        """Return the dtype of the gathered tensor if it is the only tensor kept, or None otherwise."""
         outputs = [output for _, output in self._outputs]
         return dtype_name(outputs[0].dtype) if len(outputs) == 1 and not self._beside else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `free` would give back now."""
+        """Return the bytes that `free` would release now."""
         return sum(buffer.nbytes for buffer, _ in self._outputs) + sum(storage.nbytes() for storage, _ in self._beside)
 
     @torch.no_grad()
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Ask the extension for tensors to send, and gather them; `exactly` changes nothing here."""
+        """Ask the extension for the tensors to send and all-gather them; `exactly` has no effect."""
         inputs, metadata = self._ask()
         if not self._outputs:
             self._outputs = [self._output(tensor) for tensor in inputs]
@@ -180,7 +183,7 @@ class ExtendedBuffer(FullBuffer):
         return ([inputs] if isinstance(inputs, torch.Tensor) else list(inputs)), metadata
 
     def _output(self, tensor: torch.Tensor) -> tuple[FullBuffer, torch.Tensor]:
-        """Return memory for tensors like `tensor` of all ranks, and the extension's view: one after the other."""
+        """Return memory for tensors like `tensor` from all ranks, and the concatenated view for the extension."""
         nbytes = tensor.nbytes * self._mesh.shard_size
         buffer = self._mesh.gather.full_buffer(nbytes, torch.uint8, self._mesh.device, holds_main=False)
         output = buffer.full.view(tensor.dtype).view(-1, *tensor.shape[1:])
@@ -213,20 +216,20 @@ class ExtendedBuffer(FullBuffer):
         return self.unsharded
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Free the memory, that of tensors made beside the outputs too."""
+        """Free the outputs and other tensors that the extension has made, unless `keeps_memory` is set."""
         for buffer, _ in self._outputs:
             buffer.free(keeps_memory=keeps_memory)
         for storage, _ in self._beside if not keeps_memory else ():
             storage.resize_(0)
 
     def wait_for_readers(self) -> None:
-        """Wait for ranks that still read this memory; see `FullBuffer`."""
+        """Wait for ranks that are still reading this memory; see `FullBuffer`."""
         for buffer, _ in self._outputs:
             buffer.wait_for_readers()
 
 
 def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Have the class of an extended parameter make an instance of this shape."""
+    """Create an instance of an extended parameter's class with the given shape."""
     rows = extended.detach().new_zeros(shape, device=device)
     if type(rows) is not type(extended.detach()):
         raise LifecycleError(
@@ -237,7 +240,7 @@ def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device)
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the shard axis as torch's mesh, which extensions reduce over."""
+    """Return the shard axis as a torch mesh, which extensions reduce over."""
     kind = mesh.device.type
     if mesh.shard_group is not None:
         return DeviceMesh.from_group(mesh.shard_group, kind)

@@ -1,11 +1,11 @@
-"""Composed parameters (`features.extended.protocol`): those that wrap several tensors, int8 weights and scales, say.
+"""Composed parameters (`features.extended.protocol`) wrap several tensors, such as int8 weights and scales.
 
-    rows              this rank's part, an instance of the parameter's class; optimizers update it by the class's own
-                      operations, as under torch's `fully_shard`
-    main              empty: each tensor that `rows` wraps has its own memory, as the class has made it
-    sharded parameter a DTensor around `rows`; a gradient and optimizer state have the shape of rows, too
+    rows              this rank's part, an instance of the parameter's class; optimizers update it with the operations
+                      of the class, as under torch's `fully_shard`
+    main              empty: each tensor that `rows` wraps has its own memory, allocated by the class
+    sharded parameter a DTensor around `rows`; gradients and optimizer state have the shape of rows, too
 
-A whole parameter is put together from its tensors, each gathered in its own dtype and shape.
+An unsharded parameter is assembled from its inner tensors, each gathered in its own dtype and shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fullshard.wrap.partition import Slot, Values
 
 
 class ComposedSpec(ShardSpec):
-    """The spec of a composed parameter, of which each rank has rows; `composition` puts the whole together."""
+    """The spec of a composed parameter sharded by rows; `composition` assembles the unsharded parameter."""
 
     def __init__(self, *args: Any, composition: Composition, **options: Any) -> None:
         super().__init__(*args, **options)
         self._composition = composition
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a composed parameter, or of a tensor of its class computed from one. A collective."""
+        """Return the unsharded parameter, or a tensor of its class computed from one. A collective."""
         if not isinstance(local, self._composition.kind):
             return super().gather(local)
         wholes = {
@@ -43,7 +43,7 @@ class ComposedSpec(ShardSpec):
         return self._composition.make(wholes, self.shape)
 
     def inner_specs(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, ShardSpec | None]]:
-        """Return the tensors in this rank's rows, by name, each with its spec; None if every rank has it whole."""
+        """Return the inner tensors of this rank's rows by name, each with its spec, or None if replicated."""
         return {
             name: (inner, self._inner_spec(f"{self.name}.{name}", inner, self._composition.shapes[name]))
             for name, inner in inner_tensors(local).items()
@@ -67,26 +67,26 @@ class ComposedSpec(ShardSpec):
 
 
 class ComposedParameter(ShardedParameter):
-    """A sharded parameter of which this rank has rows, an instance of the user's class. Its gradient is plain."""
+    """A sharded parameter with rows on each rank, as an instance of the user's class. Its gradient is plain."""
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
-        """Return a tensor laid out as the parameter, around this rank's rows, which may be flat."""
+        """Return a tensor with the parameter's layout around this rank's rows, which may be flat."""
         return ShardedTensor(local.view(self.spec.local_shape) if local.dim() == 1 else local, self.spec)
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
-        """Publish a gradient, which is flat within the engine."""
+        """Publish a gradient in flat form, as the engine keeps it."""
         super().publish(None if local_grad is None else local_grad.reshape(-1))
 
 
 class ComposedBucket(ExtendedBucket):
-    """See the module; arguments are those of `Bucket`, with one slot."""
+    """The bucket of one composed parameter. It takes the same arguments as `Bucket`, with one slot."""
 
     parameter_type = ComposedParameter
     _spec: ShardSpec
     _own: torch.Tensor
 
     def shard_spec(self, index: int) -> ShardSpec:
-        """Return the spec that the whole parameter gave before it was let go."""
+        """Return the spec that was computed from the unsharded parameter before it was released."""
         return self._spec
 
     def weights(self, index: int) -> torch.Tensor:
@@ -95,12 +95,12 @@ class ComposedBucket(ExtendedBucket):
 
     @property
     def main_version(self) -> int:
-        """Return how often any of the tensors has been changed in place."""
+        """Return the total number of in-place changes of the inner tensors."""
         return sum(inner._version for inner in inner_tensors(self._own).values())
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """The tensors that the rows wrap, padding included."""
+        """Return the tensors that the rows wrap, including padding."""
         return list(inner_tensors(self.buffer.rows).values())
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:

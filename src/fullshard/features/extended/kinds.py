@@ -1,4 +1,4 @@
-"""The two kinds of parameters that say themselves how they are gathered; see `features.extended.protocol`."""
+"""The two kinds of parameters that define their own all-gather; see `features.extended.protocol`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fullshard.wrap.partition import Slot
 
 
 class Extended(ParameterKind):
-    """One that wraps one plain tensor of its own shape and dtype."""
+    """An extended parameter that wraps one plain tensor of the same shape and dtype."""
 
     bucket_type = ExtendedBucket
     is_alone = True
@@ -38,36 +38,36 @@ class Extended(ParameterKind):
     why_no_cast = "that say how they are gathered"
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter says how it is gathered."""
+        """Return whether a parameter defines its own all-gather."""
         return is_extended(tensor)
 
     def why_not(self, parameter: torch.Tensor) -> str:
-        """Return why a parameter cannot be sharded; empty if it can."""
+        """Return the reason why a parameter cannot be sharded, or an empty string if it can."""
         reason = cannot_be_sharded(parameter)
         return "" if reason is None else f"says by `fsdp_pre_all_gather` how it is gathered, but {reason}"
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that it wraps."""
+        """Return the tensor that the parameter wraps."""
         return wrapped_by(parameter).detach()
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Have a parameter wrap other memory."""
+        """Make a parameter wrap other memory."""
         wrapped_by(parameter).data = plain
         if parameter.dtype != plain.dtype:
             parameter.data = parameter.detach().to(plain.dtype)  # for its dtype alone, which autograd uses
 
 
 class Composed(Extended):
-    """One that wraps several tensors, or one of another shape or dtype."""
+    """An extended parameter that wraps several tensors, or one of another shape or dtype."""
 
     bucket_type = ComposedBucket
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter says how it is gathered, and is more than a name for one plain tensor."""
+        """Return whether a parameter defines its own all-gather and wraps more than one matching plain tensor."""
         return is_composed(tensor)
 
     def tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that it wraps."""
+        """Return the tensors that the parameter wraps."""
         return list(inner_tensors(parameter).values())
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -83,11 +83,11 @@ class Composed(Extended):
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return the parameter itself, which is on the meta device, and knows more than a shape."""
+        """Return the parameter itself, which is on the meta device and has more information than a shape."""
         return nn.Parameter(parameter.detach(), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        """Refuse a real parameter beside others on the meta device: a unit is made real from plain tensors."""
+        """Raise an error for a real parameter in a unit on the meta device, which is filled from plain tensors."""
         raise WrapError(
             f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real beside others "
             f"that are on the meta device",
@@ -97,26 +97,26 @@ class Composed(Extended):
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec of rows; it has no name yet."""
+        """Return the spec for sharding by rows, without a name yet."""
         by_rows = RaggedShard(placement.shard_numel, placement.offset, math.prod(shape[1:]))
         composition = Composition.of(slot.parameter)
         return ComposedSpec(mesh, shape, by_rows, Name(), composition=composition, reduction=reduction)
 
 
 class LateProtocol(Extension):
-    """Watch for `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine asks for before each gather."""
+    """Detect `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine looks up before each all-gather."""
 
     _sharded: tuple[ShardedParameter, ...] = ()
 
     def materialized(self) -> None:
-        """Note the sharded parameters that say nothing."""
+        """Remember the sharded parameters that do not define their own all-gather."""
         buckets = [bucket for unit in self.model.units if unit.stand_ins is None for bucket in unit.buckets]
         plain = [bucket for bucket in buckets if not isinstance(bucket, ExtendedBucket)]
         self._sharded = tuple(parameter for bucket in plain for parameter in bucket.sharded_parameters)
         self._attributes = list(map(vars, self._sharded))
 
     def forward_begins(self) -> None:
-        """Refuse a parameter that was told how it is to be gathered."""
+        """Raise an error if a sharded parameter was given the protocol's method after sharding."""
         of_locals = map(vars, map(torch_private.local_of, self._sharded))  # every step asks: no loop but of those
         is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
         for parameter in itertools.compress(self._sharded * 2, is_told):

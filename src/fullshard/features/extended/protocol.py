@@ -1,10 +1,10 @@
-"""Parameters that say themselves how they are gathered: tensor subclasses with `fsdp_pre_all_gather`.
+"""Parameters that define their own all-gather: tensor subclasses with `fsdp_pre_all_gather`.
 
-This is torch's protocol, which torchao's float8 weights follow: `fsdp_pre_all_gather(mesh, ...)` returns the tensors
-that a rank sends of its rows; `fsdp_post_all_gather(outputs, metadata, dtype, out=)` makes the tensor that forward sees
-from those of all ranks. Most such parameters wrap one plain tensor of their own shape and dtype. That tensor is then
-sharded, optimized and saved; only the sent data differ. Others are *composed*: of several tensors, or of one of another
-shape or dtype. Each rank has an instance of a composed parameter's class, with fewer rows.
+This is torch's protocol, which torchao's float8 weights implement. `fsdp_pre_all_gather(mesh, ...)` returns the tensors
+that a rank sends for its rows. `fsdp_post_all_gather(outputs, metadata, dtype, out=)` builds the tensor that forward
+uses from the tensors of all ranks. Most such parameters wrap one plain tensor of the same shape and dtype. That tensor
+is sharded, optimized and saved; only the data that is sent differs. Other parameters are *composed*: they wrap several
+tensors, or one of another shape or dtype. Each rank holds an instance of a composed parameter's class with fewer rows.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _OPTIONS_COUNT = 5
 
 
 def is_extended(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter says itself how it is gathered."""
+    """Return whether a parameter defines its own all-gather."""
     return hasattr(parameter, PRE) or hasattr(parameter, POST)
 
 
 def wrapped_by(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that an extended parameter wraps; any other parameter itself."""
+    """Return the tensor that an extended parameter wraps, or any other parameter unchanged."""
     inner = _inner(parameter) if is_extended(parameter) else None
     return parameter if inner is None else inner
 
 
 def is_composed(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter says itself how it is gathered, and is more than a name for one plain tensor."""
+    """Return whether an extended parameter wraps more than one plain tensor of its own shape and dtype."""
     return is_extended(parameter) and _inner(parameter) is None
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The recipe by which a composed parameter is put together."""
+    """The information needed to assemble a composed parameter from its inner tensors."""
 
     kind: type[Any]
     context: Any  # the class's further data, beside tensors, to make one
@@ -50,24 +50,24 @@ class Composition:
 
     @classmethod
     def of(cls, parameter: Any) -> Self:
-        """Return the composition of a whole parameter, which may be on the meta device."""
+        """Return the composition of an unsharded parameter, which may be on the meta device."""
         shapes = {name: inner.shape for name, inner in inner_tensors(parameter).items()}
         return cls(type(parameter.detach()), parameter.__tensor_flatten__()[1], shapes)
 
     def make(self, inner: Mapping[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """Make a whole tensor of shape `shape` around these tensors."""
+        """Create an unsharded tensor of shape `shape` around the inner tensors."""
         strides = torch.empty(shape, device="meta").stride()
         made: torch.Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, shape, strides)
         return made
 
 
 def takes_options(parameter: torch.Tensor) -> bool:
-    """Return whether `fsdp_pre_all_gather` takes more than the mesh."""
+    """Return whether `fsdp_pre_all_gather` has parameters in addition to the mesh."""
     return _count(parameter) == _OPTIONS_COUNT
 
 
 def cannot_be_sharded(parameter: torch.Tensor) -> str | None:
-    """Return why an extended parameter cannot be sharded; None if it can."""
+    """Return the reason why an extended parameter cannot be sharded, or None if it can."""
     missing = [name for name in (PRE, POST) if not hasattr(parameter, name)]
     if missing:
         return f"has no `{missing[0]}`"

@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes and torchao, which update plain tensors and may keep their state in 4 or 8 bits."""
+"""Optimizers of bitsandbytes and torchao, which update plain tensors and can keep their state in 4 or 8 bits."""
 
 from fullshard.features.local_optimizers.adapters import Bitsandbytes, Torchao
 

@@ -1,6 +1,6 @@
-"""The optimizers of bitsandbytes and torchao update plain tensors: this rank's intervals.
+"""Let the optimizers of bitsandbytes and torchao update this rank's intervals as plain tensors.
 
-bitsandbytes' kernels take addresses; torchao's optimizers are compiled, and count blocks within what a rank has.
+bitsandbytes' kernels take addresses. torchao's optimizers are compiled and count blocks within a rank's local part.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PLAIN = "_fullshard_plain"
 
 
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """Return this rank's part of a sharded parameter as a plain parameter, always the same object.
+    """Return this rank's part of a sharded parameter as a plain parameter; later calls return the same object.
 
-    It is flat, unless a parameter's part is shaped as rows.
+    It is flat, unless the parameter is sharded by rows.
     """
     plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
     if plain is None:
@@ -38,9 +38,9 @@ def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Put plain parameters in place of sharded ones, until `take_back`; returns what `step` is to be called with.
+    """Replace sharded parameters with plain ones until `take_back`, and return the arguments for `step`.
 
-    A closure is called with the sharded ones back in their place.
+    The sharded parameters are restored while a closure runs.
     """
     take_back(optimizer)  # an earlier step has failed
     lent: list[tuple[list[Any], int, ShardedParameter]] = []
@@ -68,7 +68,10 @@ def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 def take_back(optimizer: Any) -> list[tuple[nn.Parameter, ShardedParameter]]:
-    """Put the sharded parameters back, with the state, and return those that were lent; nothing if they are there."""
+    """Put the sharded parameters and their state back, and return (plain, sharded) pairs of the lent parameters.
+
+    Return an empty list if none are lent.
+    """
     found = []
     for members, index, parameter in vars(optimizer).pop(_LENT, ()):
         plain = members[index]
@@ -85,47 +88,50 @@ TORCHAO_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 
 
 def is_of(optimizer: torch.optim.Optimizer, package: str) -> bool:
-    """Return whether the optimizer's class, or one that it derives from, is of this package."""
+    """Return whether the optimizer's class or one of its base classes is defined in this package."""
     return any(cls.__module__.partition(".")[0] == package for cls in type(optimizer).__mro__)
 
 
 class Bitsandbytes(OptimizerAdapter):
-    """Optimizers of bitsandbytes."""
+    """The adapter for optimizers from bitsandbytes."""
 
     needs_plain_memory = keeps_plain_state = True
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer is one of bitsandbytes'."""
+        """Return whether the optimizer is from bitsandbytes."""
         return is_of(optimizer, "bitsandbytes")
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Lend the optimizer plain parameters."""
+        """Replace the sharded parameters with plain ones for the step."""
         return lend(optimizer, args, kwargs)
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Take them back."""
+        """Put the sharded parameters back."""
         take_back(optimizer)
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
-        """Refuse codes, of which a rank without elements has none."""
+        """Return why state dicts cannot be unsharded: ranks without elements have no codes."""
         return "kept as codes of this rank's interval, if it has one" if mesh.shard_size > 1 else ""
 
 
 class Torchao(OptimizerAdapter):
-    """Optimizers of torchao, whose state dicts are whole."""
+    """The adapter for optimizers from torchao, which supports unsharded state dicts."""
 
     keeps_plain_state = True
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer is one of torchao's."""
+        """Return whether the optimizer is from torchao."""
         return is_of(optimizer, "torchao")
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Lend the optimizer plain parameters."""
+        """Replace the sharded parameters with plain ones for the step."""
         return lend(optimizer, args, kwargs)
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Take them back. Count the step of one without elements here, which was not updated, as elsewhere."""
+        """Put the sharded parameters back.
+
+        Increment the step count of parameters without elements on this rank, which the optimizer did not update.
+        """
         for plain, parameter in take_back(optimizer):
             if has_stepped and not plain.numel() and parameter.local_grad is not None:
                 keys = list(TORCHAO_SIGNED)[: 3 if optimizer.param_groups[0].get("amsgrad") else 2]
@@ -134,16 +140,16 @@ class Torchao(OptimizerAdapter):
                 optimizer.state[parameter]["step"] += 1
 
     def values(self, kept: Any) -> Any:
-        """Return the values of codes, and everything else as it is."""
+        """Return coded state decoded, and any other value unchanged."""
         return kept.dequantize() if type(kept).__name__ in TORCHAO_BITS else kept
 
     def saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return state as values: float32, whether a rank has codes or not."""
+        """Return the state decoded to float32, whether or not this rank stores it as codes."""
         return {key: self.values(kept).float() if key in TORCHAO_SIGNED else kept for key, kept in state.items()}
 
     @torch.no_grad()
     def kept(self, optimizer: Any, parameter: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
-        """Return state with this rank's intervals as the optimizer keeps them: codes where it would make codes."""
+        """Return the state of this rank's intervals in the optimizer's own format, such as codes."""
         kept = dict(state)
         for key in state.keys() & TORCHAO_SIGNED.keys():
             if isinstance(value := state[key], ShardedTensor):
