@@ -153,10 +153,20 @@ def main() -> None:
         _run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
         if end.code in (None, 0):
-            _say_if_nothing_was_sharded()
+            _finish()
         raise
     except Exception as error:
         _fail(error)
+    _finish()
+
+
+def _finish() -> None:
+    """Leave word that the script has ended well, which the launcher may need to know before the process has ended."""
+    if directory := os.environ.get(PREEMPTION_DIR):
+        import contextlib
+
+        with contextlib.suppress(OSError), open(os.path.join(directory, f"finished-{os.getpid()}"), "w"):
+            pass
     _say_if_nothing_was_sharded()
 
 

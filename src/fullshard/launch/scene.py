@@ -52,7 +52,7 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.ended: set[int] = set()  # that were running when one failed, and that the launcher ended
-        self.done: set[int] = set()  # that had ended with 0 by then
+        self.done: set[int] = set()  # whose script had ended well by then
         self._stopped: set[int] = set()
         self._stacks: dict[int, str] = {}
 
@@ -67,8 +67,9 @@ class Scene:
         if any(process.poll() < 0 for process in failed):
             self._wait(lambda: not self._running(processes), _NOTICE_SECONDS)
         running = self._running(processes)
-        self.ended |= set(running)
-        self.done |= {process.pid for process in processes.values() if process.poll() == 0}
+        finished = {pid for pid in running if (self._directory / f"finished-{pid}").is_file()}
+        self.ended |= set(running) - finished
+        self.done |= {process.pid for process in processes.values() if process.poll() == 0} | finished
         asked = [pid for pid in running if (self._directory / f"stack-{pid}").is_file()]
         self._stopped |= {pid for pid in running if _state(pid) in "Tt"}
         for pid in running:

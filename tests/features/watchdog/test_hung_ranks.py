@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.launch import bootstrap
 from fullshard.launch.bootstrap import PREEMPTION_DIR, STACK_SIGNAL
 from fullshard.launch.scene import Scene
-from tests.launching import LAUNCH, alive, free_port, read, started
+from tests.launching import LAUNCH, alive, free_port, read, started, wait_until
 
 SCRIPT = """
 import os, signal, sys, time
@@ -162,6 +163,20 @@ def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
         writer.join()
         process.kill()
     assert scene.missing({process.pid: 0}, 1).endswith(f"the innermost call first:\n{LAST}")
+
+
+def test_a_rank_whose_script_has_ended_well_was_not_waited_for(tmp_path: Path) -> None:
+    """Its process is still there, because a machine is busy or an exit handler is slow."""
+    script = tmp_path / "script.py"
+    script.write_text("import atexit, time\natexit.register(time.sleep, 60)\n")
+    command = (sys.executable, bootstrap.__file__, "script", str(script))
+    with started(*command, cwd=tmp_path, **{PREEMPTION_DIR: str(tmp_path)}) as process:
+        wait_until(lambda: (tmp_path / f"finished-{process.pid}").is_file(), 60, "the end of the script")
+        scene = Scene(tmp_path)
+        scene.look({0: process}, is_over=True)
+        process.kill()
+    assert scene.missing({process.pid: 0}, 1) == ""
+    assert "had ended before, with exit code 0" in scene.done_early({process.pid: 0}, 1)
 
 
 @pytest.mark.gpu
