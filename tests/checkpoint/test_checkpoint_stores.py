@@ -26,7 +26,7 @@ from fullshard.checkpoint import store as store_module
 from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.checkpoint.store import remove_checkpoint, store_at
-from fullshard.checkpoint.tensor_file import ObjectSink
+from fullshard.checkpoint.tensor_file import ObjectSink, open_to_write
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError, StoreError
 from tests.stored import job, loaded, same, state_of
@@ -195,3 +195,10 @@ def test_what_needs_a_directory_of_this_host_says_so() -> None:
     with pytest.raises(ConfigError, match="FULL_STATE_DICT writes files for other programs into the checkpoint"):
         accelerator.save_state("memory://b/x")
     let_go()
+
+
+def test_an_unfinished_file_in_memory_is_closed() -> None:
+    sink = open_to_write(location("memory://unfinished/x"), 8)
+    sink.write(memoryview(b"1234"))
+    sink.close()
+    sink.close()  # does nothing

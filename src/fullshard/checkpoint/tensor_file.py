@@ -139,8 +139,9 @@ class ObjectSink(FileSink):
         """See `FileSink`."""
         if self._file is not None:
             file, self._file = self._file, None
-            file.closed = True  # or its finalizer would send the rest
-            with contextlib.suppress(Exception):  # the error that led here is the one to hear of
+            with contextlib.suppress(AttributeError):  # a file in memory, which has nothing to send
+                file.closed = True  # or its finalizer would send the rest
+            with contextlib.suppress(Exception):  # the caller is raising the error that led here
                 file.discard()
 
 
