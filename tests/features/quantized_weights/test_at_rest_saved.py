@@ -25,14 +25,15 @@ from fullshard.features.quantized_weights.at_rest import CodedBucket
 from fullshard.features.quantized_weights.marks import Mark
 from fullshard.features.quantized_weights.quantize import mark
 from tests.distributed import run_ranks
-from tests.features.quantized_weights.test_at_rest import Stacked, adapted, is_coded, layers, loss_of, round_trip
+from tests.features.quantized_weights.test_at_rest import Stacked, is_coded, layers, round_trip
+from tests.features.quantized_weights.test_at_rest_families import ON_EXPERTS, adapted, loss_of
 
 pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
 
 
 def made(form: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The adapted mixture, coded unless `form` is empty; another `seed`, other weights."""
-    model = adapted("experts")
+    model = adapted("qwen3_moe", ON_EXPERTS)
     if seed:
         torch.manual_seed(seed)
         for parameter in model.parameters():
@@ -50,7 +51,7 @@ def coded(model: nn.Module) -> list[CodedBucket]:
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
     losses = []
     for step in numbers:
-        loss = loss_of(model, step, 0)  # the same on every rank, so the world size does not matter
+        loss = loss_of("qwen3_moe", model, step, 0)  # the same on every rank, so the world size does not matter
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -81,7 +82,7 @@ def check_loads_at(path: Path, form: str, sizes: tuple[int, ...]) -> None:
     manifest = read_manifest(path)
     names = [name for name in manifest.parameters if is_coded(name, torch.empty(0))]
     assert names and manifest.format_version == 4 and all(manifest.parameters[name].form for name in names)
-    reference = adapted("experts")
+    reference = adapted("qwen3_moe", ON_EXPERTS)
     for name in names:
         round_trip(reference.get_parameter(name), form)
     with open_native(path) as source:  # what merge, convert and the like see
@@ -105,7 +106,7 @@ def test_codes_are_saved_as_codes_and_load_at_other_world_sizes(tmp_path: Path) 
 def check_values_leave(directory: str) -> None:
     """Exports, torch's checkpoints and state dicts have values; the same values may come back."""
     model, _ = made("nf4")
-    plain = adapted("experts")
+    plain = adapted("qwen3_moe", ON_EXPERTS)
     for name, parameter in plain.named_parameters():
         if is_coded(name, parameter):
             round_trip(parameter, "nf4")
