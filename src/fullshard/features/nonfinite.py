@@ -1,10 +1,10 @@
-"""Keep optimizers from stepping with gradients that are not finite on any rank.
+"""Keep optimizers from stepping if gradients are not finite on any rank.
 
-    reduction            each part of a sum is checked while the cache has it: `reduced`
-    end of backward      one byte tells all ranks whether any has seen NaN or infinity; no rank waits for it
-    optimizer.step()     reads that byte. Gradients are searched only if a rank has seen one
+    reduction            `reduced` checks each part of a sum while it is still in the cache
+    end of backward      one byte tells all ranks whether any rank has found NaN or infinity; no rank waits for it
+    optimizer.step()     reads that byte. Gradients are searched only if a rank has found such values
 
-A loss scale that makes sums overflow is left alone: the scaler leaves that step out, and the byte is not read.
+If a loss scale makes sums overflow, the gradient scaler skips the step, and the byte is not read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Gradients that are not finite, the same on every rank.
+    """Non-finite gradients, described identically on every rank.
 
     Attributes:
-        names: of their parameters, and the values found.
-        ranks: that contributed them to the sum, if they are known.
+        names: names of the affected parameters, mapped to the kind of value found.
+        ranks: ranks that contributed such values to the sum, as far as they are known.
     """
 
     names: Mapping[str, str]
@@ -55,12 +55,12 @@ class NonFinite:
 
 
 class NonFiniteGuard(Extension):
-    """Watch one model's gradients.
+    """Watch the gradients of one model.
 
     Attributes:
-        policy: the treatment of a step whose gradients are not finite: an error on all ranks, left out, or nothing.
-        limit: how many steps in a row may be left out.
-        skipped: how many were left out so far.
+        policy: action for a step with non-finite gradients: raise an error on all ranks, skip the step, or do nothing.
+        limit: maximum number of consecutive steps to skip.
+        skipped: number of steps skipped so far.
     """
 
     settings: ClassVar[Mapping[str, Any]] = {"policy": "raise", "limit": 10}
@@ -93,7 +93,7 @@ class NonFiniteGuard(Extension):
     # -- in backward --------------------------------------------------------------------------------------------
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
-        """Look at a part of a sum of gradients; see `comm.base.Watch`."""
+        """Check a part of a sum of gradients; see `comm.base.Watch`."""
         if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
         if part.device.type != "cpu":  # no `dot`: CUDA's takes no more than 2^31 elements
@@ -111,7 +111,7 @@ class NonFiniteGuard(Extension):
         self._ranks |= {self._mesh.rank if group is None else dist.get_global_rank(group, rank) for rank in guilty}
 
     def backward_begins(self) -> None:
-        """Refuse that gradients are used as soon as each is final where steps are to be left out."""
+        """Raise if steps must be skipped but optimizers use each gradient before all of them are known."""
         self._is_early = self.model.backward.reducer.publishes_early
         if self._is_early and self.policy == "skip":
             raise LifecycleError(
@@ -121,13 +121,13 @@ class NonFiniteGuard(Extension):
             )
 
     def doubts_gradients(self) -> bool:
-        """Return whether this rank has seen any since the last step."""
+        """Return whether this rank has found non-finite gradients since the last step."""
         if self._squares or self._seen is not None:
             self._is_bad, self._seen = bool(self._flag()), None
         return self._is_bad
 
     def _flag(self) -> torch.Tensor:
-        """Return a flag, shape (1,), uint8: whether this rank has seen any."""
+        """Return a uint8 flag of shape (1,) that is 1 if this rank has found non-finite gradients."""
         flag = torch.full((1,), self._is_bad, dtype=torch.uint8, device=self._mesh.device)
         if self._seen is not None:
             flag |= self._seen
@@ -139,9 +139,9 @@ class NonFiniteGuard(Extension):
         return flag
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Tell the other ranks whether this one has seen any, without waiting.
+        """Send this rank's flag to the other ranks without waiting.
 
-        It does not wait for an earlier message either: this one includes that, and arrives after it.
+        An earlier message need not be waited for either, because this one includes it and arrives later.
         """
         if used:
             self._announce()
@@ -170,7 +170,7 @@ class NonFiniteGuard(Extension):
 
     @property
     def is_alarmed(self) -> bool:
-        """Return whether any rank has seen any since the last step, the same on every rank."""
+        """Return whether any rank has found non-finite gradients since the last step; equal on every rank."""
         if self._message is None:
             return False
         if self._alarm is None:
@@ -181,7 +181,7 @@ class NonFiniteGuard(Extension):
         return self._alarm
 
     def before_clipping(self) -> None:
-        """Note which gradients are not finite on this rank: clipping makes all of them NaN."""
+        """Record which gradients are not finite on this rank, because clipping makes all of them NaN."""
         if self._names is None and self.is_alarmed:
             self._names = self._look_through()
 
@@ -194,11 +194,10 @@ class NonFiniteGuard(Extension):
         return bad
 
     def _find(self, held: Iterable[str]) -> NonFinite | None:
-        """Return the fault of the named parameters' gradients; None: no fault. A collective if the guard is alarmed.
+        """Return the fault in the named parameters' gradients, or None. A collective if the guard is alarmed.
 
-        It asks for the names only then.
-
-        Gradients may have been mended since, or dropped: their present values count.
+        `held` is consumed only in that case. Current values count, because gradients may have been repaired or dropped
+        since.
         """
         if not self.is_alarmed:
             return None
@@ -225,7 +224,7 @@ class NonFiniteGuard(Extension):
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Raise an error if gradients are not finite, the same on all ranks; or drop them, if steps may be left out."""
+        """Raise the same error on all ranks if gradients are not finite, or drop them if steps may be skipped."""
         _left_out.discard(optimizer)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a scaler's, which has the optimizer's kernel leave the step out
@@ -263,22 +262,22 @@ _left_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def was_left_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's last step was left out because its gradients were not finite."""
+    """Return whether the optimizer skipped its last step because its gradients were not finite."""
     return optimizer in _left_out
 
 
 class NonFiniteMethods:
-    """Methods of `FSDPModule`."""
+    """Methods for `FSDPModule`."""
 
     def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
-        """Set the treatment of a step whose gradients hold NaN or infinity on any rank; for the whole model.
+        """Set what happens at a step with NaN or infinite gradients on any rank, for the whole model.
 
         Args:
-            policy: `raise`: a `NonFiniteError` on all ranks, before anything is changed. `skip`: all ranks leave the
-                step out and drop the optimizer's gradients. `off`: gradients are not checked.
-            limit: how many steps in a row may be left out; one more is the error.
+            policy: `raise` raises a `NonFiniteError` on all ranks before anything is changed. `skip` makes all ranks
+                skip the step and drop the optimizer's gradients. `off` disables the check.
+            limit: maximum number of consecutive steps to skip; the next one raises the error.
 
         Raises:
-            ConfigError: there is no such policy, or the limit is less than 1.
+            ConfigError: The policy does not exist, or the limit is less than 1.
         """
         NonFiniteGuard.of(require_unit(cast("nn.Module", self)).schedule).choose(policy, limit)

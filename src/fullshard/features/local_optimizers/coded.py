@@ -1,7 +1,8 @@
-"""Optimizer state in 4 or 8 bits: codes, with one scale for each block of them.
+"""Encode optimizer state in 4 or 8 bits, with one scale per block of codes.
 
-Blocks are counted from the start of a rank's interval. In state dicts such state is values: float32, laid out as its
-parameter, so that any number of ranks and any optimizer can load it. Coding it again in the same blocks loses nothing.
+Blocks are counted from the start of a rank's interval. State dicts contain the decoded state in float32, with the
+layout of its parameter, so any number of ranks and any optimizer can load it. Encoding it again with the same blocks
+reproduces the same codes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor | None, *, bits: int, block: int
 ) -> torch.Tensor:
-    """Return the values of whole blocks, in float32; the last block of `block` values may be short.
+    """Return the decoded values in float32; only the last block may be shorter than `block`.
 
-    4-bit codes are packed two to a byte, the first in the upper half. Without a `book` of values, codes are numbers.
+    4-bit codes are packed two to a byte, with the first in the upper half. If `book` is None, the codes themselves are
+    the unscaled values.
     """
     if bits == 4:
         codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)
@@ -26,9 +28,10 @@ def decode(
 def encode(
     values: torch.Tensor, book: torch.Tensor | None, *, bits: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of `values` (1-D, float32): the nearest codes at the smallest scale that fits a block.
+    """Return the codes and scales of `values` (1-D, float32).
 
-    A block of decoded values gets codes for exactly the same values, bit by bit. See `decode`.
+    The scale of a block is the smallest that fits, and the codes are the nearest. A block of decoded values is encoded
+    so that it decodes to exactly the same values. See `decode`.
     """
     padded = torch.nn.functional.pad(values, (0, -values.numel() % block))
     blocks = padded.view(padded.numel() // block, block)

@@ -1,4 +1,4 @@
-"""Whole matrices for optimizers: each on the rank that owns it, pieces of it sent there and back."""
+"""Complete matrices for optimizers: each is assembled on its owner rank, and its update is sent back in pieces."""
 
 from fullshard.features.matrices.exchange import WholeMatrices
 from fullshard.features.matrices.optimizer import MatrixAdapter, MatrixOptimizer

@@ -1,11 +1,11 @@
-"""Whole matrices for optimizers: pieces go to each matrix's owner, and pieces of its result come back.
+"""Send pieces of matrices to the rank that owns each matrix, and return pieces of its result.
 
-    to the owners    each rank's pieces of matrices that another rank owns: an exchange per bucket, or of several
-                     together, if a rank has little of each
-    at the owners    every rank computes with its own matrices of one exchange, beside which the next is under way
-    back             the same exchanges, and one each along the replicate axis, where matrices are dealt, too
+    to the owners    each rank's pieces of matrices that another rank owns. Each bucket has an exchange; buckets with
+                     few elements per rank share one
+    at the owners    every rank computes with its own matrices of one exchange while the next exchange is in flight
+    back             the same exchanges in reverse, plus one each along the replicate axis if matrices are dealt there
 
-So a rank holds its matrices of three exchanges at most. `plan.dealing` decides owners and exchanges.
+A rank therefore holds its matrices of at most three exchanges. `plan.dealing` chooses owners and exchanges.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """Neighbouring elements of a matrix, all of one rank: the matrix's number, and an interval of the bucket."""
+    """Contiguous elements of a matrix on one rank: the number of the matrix and an interval of the bucket."""
 
     matrix: int
     interval: Interval
 
 
 def sent(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-    """Return rank `rank`'s part of the matrices of a bucket dealt to `row`, by owner in the shard group."""
+    """Return the pieces that rank `rank` sends for a bucket's matrices dealt to `row`, by owner."""
     by_owner: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
     own = dealing.layouts[bucket].rank_interval(rank)
     for number in dealing.by_bucket[bucket]:
@@ -45,7 +45,7 @@ def sent(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[Matrix
 
 
 def gathered(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-    """Return the pieces of a bucket's matrices that rank `rank` of `row` owns, by the rank that has them."""
+    """Return the pieces of a bucket's matrices owned by rank `rank` of `row`, by source rank."""
     by_source: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
     layout = dealing.layouts[bucket]
     for number in dealing.by_bucket[bucket]:
@@ -65,9 +65,10 @@ Take = Callable[[ShardedParameter, torch.Tensor], None]
 
 
 class WholeMatrices:
-    """The matrices of an optimizer's parameters, all on one mesh and the same on every rank, dealt to its ranks.
+    """The matrices of an optimizer's parameters on one mesh, dealt to its ranks.
 
-    `flattened` are ids of those of three dims that are one matrix each and no batch.
+    Every rank must pass the same parameters. `flattened` has the ids of parameters with three or more dims that are one
+    matrix instead of a batch.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int]) -> None:
@@ -97,7 +98,7 @@ class WholeMatrices:
         self.dealing = deal(layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size)
 
     def owners(self) -> dict[int, list[tuple[int, int]]]:
-        """Return by parameter id the owner of each of its matrices: (replicate place, shard place)."""
+        """Return by parameter id the owner of each matrix as (replicate rank, shard rank)."""
         owners: dict[int, list[tuple[int, int]]] = {key: [] for key in self._first}
         for parameter, owner in zip(self._parameter_of, self.dealing.owners, strict=True):
             owners[id(parameter)].append(owner)
@@ -113,9 +114,10 @@ class WholeMatrices:
         compute: Compute,
         take: Take,
     ) -> None:
-        """Have every matrix of the `given` parameters, the same on every rank, computed by its owner. A collective.
+        """Let the owner of each matrix of the `given` parameters compute its result. A collective.
 
-        Matrices are sent and computed in `dtype`; owners get `width` values for each element.
+        Every rank must pass the same parameters. Matrices are sent and computed in `dtype`. Owners receive `width`
+        values for each element.
         """
         if not self._is_agreed:
             self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs whole matrices")
@@ -133,7 +135,7 @@ class WholeMatrices:
             travel.take(last, gone.popleft(), take)
 
     def _made(self, matrices: dict[int, torch.Tensor], dtype: torch.dtype, compute: Compute) -> dict[int, torch.Tensor]:
-        """Return the results of this rank's matrices, each flat, in place of the inputs: neither exists twice."""
+        """Replace this rank's matrices with their flat results one by one, so that only one set is in memory."""
         for number in matrices:
             parameter = self._parameter_of[number]
             made = compute(parameter, number - self._first[id(parameter)], matrices[number])
@@ -143,7 +145,7 @@ class WholeMatrices:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """Pieces that are under way to this rank, in one exchange, named after a bucket and after its receivers."""
+    """Pieces on their way to this rank in one exchange, with the bucket and receivers that describe it."""
 
     pieces: list[MatrixPiece]
     work: Work
@@ -153,7 +155,7 @@ class _Coming:
     width: int
 
     def wait(self) -> list[tuple[MatrixPiece, torch.Tensor]]:
-        """Return the pieces, once they are here."""
+        """Wait for the pieces and return them."""
         with self.bucket.owner.waiting(f"pieces of matrices {self.what}"):
             received = self.work.wait()
         sizes = [piece.interval.numel * self.width for piece in self.pieces]
@@ -176,11 +178,11 @@ class _Travel:
         ]
 
     def __len__(self) -> int:
-        """Return the number of exchanges, either way."""
+        """Return the number of exchanges in each direction."""
         return len(self._exchanges)
 
     def to_owners(self, turn: int, give: Give) -> _Coming:
-        """Begin to bring the pieces of an exchange to the owners."""
+        """Start to send the pieces of an exchange to the owners."""
         numbers, parameters = self._exchanges[turn]
         local = {id(p): give(p) for p in parameters}
         leaving, arriving = self._sent(numbers), self._gathered(numbers)
@@ -188,7 +190,7 @@ class _Travel:
         return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners", self._width)
 
     def whole(self, arriving: _Coming) -> dict[int, torch.Tensor]:
-        """Return this rank's matrices of an exchange, by number."""
+        """Wait for the pieces of an exchange and return this rank's complete matrices by number."""
         pieces_of: dict[int, list[torch.Tensor]] = {}
         for piece, part in arriving.wait():
             pieces_of.setdefault(piece.matrix, []).append(part)
@@ -197,14 +199,14 @@ class _Travel:
         return {n: torch.cat(parts).view(known[n].rows, known[n].columns, *wide) for n, parts in pieces_of.items()}
 
     def back(self, turn: int, results: dict[int, torch.Tensor]) -> _Coming:
-        """Begin to send the results back to the ranks that have the pieces."""
+        """Start to send the results back to the ranks that hold the pieces."""
         numbers, _ = self._exchanges[turn]
         leaving, arriving = self._gathered(numbers), self._sent(numbers)
         made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
         return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
 
     def take(self, turn: int, arriving: _Coming, take: Take) -> None:
-        """Have this rank's intervals of an exchange's parameters updated."""
+        """Wait for results and pass this rank's interval of each parameter in the exchange to `take`."""
         numbers, parameters = self._exchanges[turn]
         received = arriving.wait()
         received += self._across(numbers, received)
@@ -219,7 +221,7 @@ class _Travel:
     def _across(
         self, numbers: Sequence[int], own: Sequence[tuple[MatrixPiece, torch.Tensor]]
     ) -> list[tuple[MatrixPiece, torch.Tensor]]:
-        """Exchange results with the other rows, which have the same interval: each sends those of its owners."""
+        """Exchange results with the other replicas; each sends the results of the matrices it was dealt."""
         mesh = self._mesh
         if mesh.replicate_size == 1:
             return []
@@ -242,7 +244,7 @@ class _Travel:
         what: str,
         width: int = 1,
     ) -> _Coming:
-        """Send pieces to ranks, and receive theirs; the exchange is named after the `first` of its buckets."""
+        """Send pieces to other ranks and receive theirs; the first bucket identifies the exchange."""
         bucket = self._whole._buckets[first]
         sizes = [[width * sum(p.interval.numel for p in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
@@ -256,17 +258,17 @@ class _Travel:
         return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what, width)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
-        """Return this rank's pieces of matrices dealt to this row, or another, by owner."""
+        """Return this rank's pieces of matrices dealt to `row` (by default this rank's row), by owner."""
         row = self._mesh.replicate_rank if row is None else row
         return self._present([sent(self._dealing, number, row, self._mesh.shard_rank) for number in numbers])
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[MatrixPiece]]:
-        """Return the pieces of this rank's own matrices, by the rank that has them."""
+        """Return the pieces of matrices that this rank owns, by source rank."""
         mesh = self._mesh
         return self._present([gathered(self._dealing, n, mesh.replicate_rank, mesh.shard_rank) for n in numbers])
 
     def _present(self, of_buckets: Sequence[Sequence[Sequence[MatrixPiece]]]) -> list[list[MatrixPiece]]:
-        """Return by rank the pieces of parameters that are updated in this step."""
+        """Return, by rank, the pieces of parameters that this step updates."""
         parameter_of = self._whole._parameter_of
         return [
             [piece for pieces in of_rank for piece in pieces if id(parameter_of[piece.matrix]) in self._given]
@@ -274,13 +276,13 @@ class _Travel:
         ]
 
     def _part_of(self, local: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
-        """Return a piece of the interval that `give` has given."""
+        """Return a piece of the interval that `give` has returned."""
         parameter = self._whole._parameter_of[piece.matrix]
         layout, index = parameter.bucket.layout, parameter._index
         first = layout.offsets[index] + layout.interval(index, self._mesh.shard_rank).start
         return local[id(parameter)][piece.interval.start - first : piece.interval.stop - first]
 
     def _part_of_matrix(self, results: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
-        """Return a piece of the matrix that `compute` has made."""
+        """Return a piece of the result that `compute` has returned."""
         first = self._dealing.matrices[piece.matrix].interval.start
         return results[piece.matrix][piece.interval.start - first : piece.interval.stop - first]

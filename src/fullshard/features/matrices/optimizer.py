@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices of sharded parameters: who owns which, and where their state is."""
+"""Optimizers that need complete matrices of sharded parameters, with the owners of matrices and their state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fullshard.plan.dealing import matrix_shape
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update of an element depends on the rest of its matrix, and that works on sharded parameters.
+    """An optimizer for sharded parameters in which the update of an element depends on its complete matrix.
 
-    It computes element by element with each rank's part; `WholeMatrices` has matrices computed as a whole.
+    Elementwise computations use each rank's part. `WholeMatrices` handles computations on complete matrices.
 
     Attributes:
-        name: of what updates matrices.
-        keeps_matrices: whether owners keep state of their matrices. Its keys end with the matrix's number in the
-            parameter, as in `left.0`. All other tensors are laid out as the parameter.
+        name: name of the algorithm that updates matrices.
+        keeps_matrices: whether owners keep state for their matrices. Keys of such state end with the number of the
+            matrix in its parameter, as in `left.0`. All other tensors have the layout of the parameter.
     """
 
     name: str
@@ -34,16 +34,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore as torch does; `load_state_dict` ends with it."""
+        """Restore the state as torch does, and deal the matrices again; `load_state_dict` calls this last."""
         super().__setstate__(state)
         self._whole, self._dealt = [], []
 
     def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the group of each parameter whose matrices have owners."""
+        """Return the parameter group of each parameter that is updated by matrices."""
         return {}
 
     def is_owned(self, key: str) -> bool:
-        """Return whether state of this key belongs to a matrix; the matrix's owner has it."""
+        """Return whether state with this key belongs to a matrix and is kept by its owner."""
         return self.keeps_matrices and key.rpartition(".")[2].isdigit()
 
     def owned(self, parameter: torch.Tensor) -> list[int]:
@@ -58,7 +58,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return [number for number, owner in enumerate(owners) if owner == own]
 
     def _deal(self) -> list[WholeMatrices]:
-        """Deal the matrices of sharded parameters, again if they differ from those of the last step."""
+        """Return the dealt matrices of sharded parameters; deal them again if the parameters have changed."""
         members = self._members()
         parameters = [p for p in members if isinstance(p, ShardedParameter) and p.requires_grad]
         if are_same(parameters, self._dealt):
@@ -77,10 +77,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return dealt
 
     def _check_owners(self, dealt: list[WholeMatrices]) -> None:
-        """Refuse to leave state behind with owners that were; every rank comes to the same.
+        """Raise if dealing again would move a matrix away from its state; every rank reaches the same result.
 
         Raises:
-            OptimizerError: a matrix that has state would get another owner.
+            OptimizerError: A matrix with state would get another owner.
         """
         before = {key: owners for whole in self._whole for key, owners in whole.owners().items()}
         after = {key: owners for whole in dealt for key, owners in whole.owners().items()}
@@ -95,7 +95,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 class MatrixAdapter(OptimizerAdapter):
-    """Tell the engine what it need not do for such optimizers."""
+    """The adapter that tells the engine which checks and conversions such optimizers do not need."""
 
     works_on_parts = needs_plain_memory = True
 
@@ -104,9 +104,9 @@ class MatrixAdapter(OptimizerAdapter):
         return isinstance(optimizer, MatrixOptimizer)
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
-        """Refuse state dicts where other ranks own matrices."""
+        """Return why state dicts cannot be unsharded: other ranks keep the state of their matrices."""
         return "kept by the owners of its matrices" if optimizer.keeps_matrices and mesh.world_size > 1 else ""
 
     def is_laid_out(self, optimizer: Any, key: str) -> bool:
-        """Return whether it is no owner's."""
+        """Return whether state with this key has the layout of the parameter."""
         return not optimizer.is_owned(key)

@@ -1,7 +1,7 @@
-"""Apply `model.to(...)`, `.half()`, `.to_empty(...)` and the like to sharded parameters.
+"""Apply `model.to(...)`, `.half()`, `.to_empty(...)` and similar calls to sharded parameters.
 
-torch passes each of them down as a function of a tensor. The engine applies it to an empty tensor to see the effect:
-another dtype casts the unit; the unit's own device makes a unit on the meta device real; any other device is refused.
+torch passes each of them down as a function of a tensor. The engine applies it to an empty tensor to find its effect.
+Another dtype casts the unit. The unit's own device makes a unit on the meta device real. Any other device is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ConversionMethods:
-    """`FSDPModule`, whose parameters are converted as a unit's."""
+    """Overrides for `FSDPModule` that convert parameters by unit."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         converted = convert(units_of(self), fn)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ _Applied = Literal["same", "cast", "real"]
 
 
 def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
-    """Do to parameters of units what `fn` would do to plain ones; return the specs that `fn` is not to touch again."""
+    """Apply `fn` to the parameters of units, and return the specs that `fn` must not be applied to again."""
     # In the order of sharding: a unit that is real on one rank and on the meta device on another then has
     # the same place in memory that ranks share.
     results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}
@@ -80,7 +80,7 @@ def _applied(unit: Unit, fn: Function) -> _Applied:
 
 
 def _check_cast(unit: Unit) -> None:
-    """Check that a cast would leave nothing behind."""
+    """Raise if a cast would not reach gradients, optimizer state or hooks."""
     is_real = unit.stand_ins is None
     if is_real and (unit.schedule.optimizer_steps or any(p.grad is not None for _, p in unit.entries)):
         raise LifecycleError(
@@ -106,7 +106,7 @@ def _check_cast(unit: Unit) -> None:
 
 
 def _cast(unit: Unit, fn: Function) -> None:
-    """Turn the parameters into what `fn` makes of them: of another dtype, on the same device."""
+    """Cast the parameters of a unit to the dtype that `fn` produces, on the same device."""
     is_real = unit.stand_ins is None
     if is_real:
         unit.reshard()  # stand-ins are made of this rank's intervals
@@ -119,11 +119,11 @@ def _cast(unit: Unit, fn: Function) -> None:
 
 
 def _except(specs: set[ShardSpec], fn: Function) -> Function:
-    """Return `fn` for all tensors except those with one of these specs."""
+    """Return a function that applies `fn` to all tensors except those with one of these specs."""
     return (lambda tensor: tensor if getattr(tensor, "spec", None) in specs else fn(tensor)) if specs else fn
 
 
 def _is_hooked(original: torch.Tensor) -> bool:
-    """Return whether a script has put hooks on an original parameter, beside the engine's one."""
+    """Return whether a script has registered hooks on an original parameter, in addition to the engine's."""
     after = torch_private.accumulated_hooks(original) or ()
     return bool(torch_private.gradient_hooks(original)) or len(after) > 1

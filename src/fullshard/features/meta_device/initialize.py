@@ -1,8 +1,8 @@
-"""Make parameters and buffers real, and the same on every rank, before they are sharded.
+"""Make parameters and buffers real, and equal on every rank, before they are sharded.
 
-This happens a unit at a time: tensors on the meta device are allocated, initialised by their own module, and taken from
-rank 0. So no rank ever holds more of the model unsharded than one unit. Buffers often go wrong silently in such set-ups
-(rotary frequencies left as uninitialised memory), so a buffer that nothing has filled is an error.
+This is done one unit at a time. Tensors on the meta device are allocated, initialised by their own module, and
+broadcast from rank 0. No rank therefore ever holds more than one unsharded unit of the model. Buffers often go wrong
+silently in such setups (rotary frequencies left as uninitialised memory), so a buffer that is never filled is an error.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ WEIGHTS = "_fullshard_weights"
 
 
 class WeightSource(Values, Protocol):
-    """A source of values for parameters on the meta device, so that a rank reads only its own part."""
+    """A source of values for parameters on the meta device, from which a rank reads only its own part."""
 
     def start(self, model: nn.Module) -> None:
-        """Find the parameters of `model`, about to be divided, in the source; refuse those that do not fit."""
+        """Match the parameters of `model` with the source before partitioning, and raise for those that do not fit."""
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Make real the tensors that must be whole: persistent buffers, weights that are converted on the way."""
+        """Make tensors real that are needed unsharded: persistent buffers, and weights to convert while loading."""
 
     def holds(self, slot: Slot) -> bool:
-        """Return whether `read` can give this parameter."""
+        """Return whether `read` can supply this parameter."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module that the source knows but does not hold; False if it leaves that to others."""
+        """Initialise a module that the source defines without values; return False if it does not."""
 
 
 def weight_source(model: nn.Module) -> WeightSource | None:
-    """Return the source of the weights of `model` or of a module in it, if there is one."""
+    """Return the weight source of `model` or of a module in it, or None if there is none."""
     return next((m.__dict__[WEIGHTS] for m in model.modules() if WEIGHTS in m.__dict__), None)
 
 
@@ -54,10 +54,10 @@ InitFunction = Callable[[nn.Module], Any]
 
 @contextlib.contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Build a model inside with its parameters on the meta device and its buffers real.
+    """Build a model inside the block with its parameters on the meta device and its buffers real.
 
     No memory is allocated for the parameters until the model is sharded, unit by unit. Non-persistent buffers have
-    the values that constructors give them, not uninitialised memory.
+    the values that constructors assign, not uninitialised memory.
     """
     original = nn.Module.register_parameter
 
@@ -85,12 +85,12 @@ def materialize(
     buffer_dtype: torch.dtype | None,
     weights: WeightSource | None = None,
 ) -> None:
-    """Put the unit's parameters, and the buffers of its modules, on the mesh's device with their values.
+    """Put the unit's parameters and the buffers of its modules on the mesh's device, with their values.
 
-    Inner units, `stop_at`, have been made real before. `init` is for modules with something on the meta device; by
-    default it is their own `reset_parameters`, else the `_init_weights` of the Transformers model around them. With
-    `sync_module_states` rank 0's values are taken even for tensors that were not on the meta device. Tensors that
-    `weights` holds stay on the meta device here; the bucket reads its interval of them.
+    Inner units (`stop_at`) are already real. `init` runs for each module that has tensors on the meta device. By
+    default it is `_init_weights` of a Transformers model, or else the module's own `reset_parameters`. With
+    `sync_module_states`, rank 0's values are also used for tensors that were not on the meta device. Tensors that
+    `weights` supplies stay on the meta device; the bucket reads its interval of them later.
     """
     modules = own_modules(plan, stop_at)
     deferred: set[int] = set()
@@ -115,9 +115,10 @@ def materialize(
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
-    """Make tensors on the meta device real with a fill value no initialisation leaves, then run `init`.
+    """Allocate a module's meta tensors, filled with a value that initialisation never leaves, and run `init`.
 
-    Return False if there are none. Leave parameters of other units (tied ones); `own` are (module id, attribute).
+    Return False if there are none. Skip parameters of other units (tied parameters). `own` contains (module id,
+    attribute) pairs of this unit's parameters.
     """
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
     parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]
@@ -158,7 +159,7 @@ def _sentinel(dtype: torch.dtype) -> float | int:
 
 
 def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: int) -> bool:
-    """Return whether `fresh`, whose version was `version` then, was neither written to nor replaced."""
+    """Return whether `fresh`, at `version` before, has been neither written to nor replaced."""
     if current is None or fresh.numel() == 0:
         return False
     if fresh.dtype is torch.bool:  # bool has no spare value to use as a mark
@@ -169,7 +170,7 @@ def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: in
 
 
 def _default_init(model: nn.Module, roots: Iterable[nn.Module]) -> InitFunction:
-    """Return the default: `reset_parameters`, or in models of Transformers the model's `_init_weights`."""
+    """Return the default initialisation: `_init_weights` of a Transformers model, or else `reset_parameters`."""
     around: list[Any] = [model, *(m for root in roots for m in root.modules())]
     transformers_model = next((m for m in around if hasattr(m, "_init_weights")), None)
     if transformers_model is not None:

@@ -1,4 +1,4 @@
-"""Shard a whole model in one call, from a strategy and a list of modules; parts of it may be on the meta device."""
+"""Shard a complete model in one call, given a strategy and a list of modules; meta tensors are allowed."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def shard_model(
     mesh: Mesh | None = None,
     event_sink: EventSink | None = None,
 ) -> ModuleT:
-    """Shard a whole model in one call. Tied parameters may lie in different units.
+    """Shard a complete model in one call. Tied parameters may be in different units.
 
     Args:
-        model: the model; it is the outermost unit.
-        unit_modules: modules below it that become units (see `fullshard.wrap.policies`).
+        model: the model, which becomes the outermost unit.
+        unit_modules: submodules that become units (see `fullshard.wrap.policies`).
         strategy: a row of `core.strategy`, by name or code.
-        shard_size: ranks per shard group; needed by hybrid strategies only.
-        reshard_after_forward: overrides the strategy's column.
+        shard_size: number of ranks per shard group; required only by hybrid strategies.
+        reshard_after_forward: overrides the setting of the strategy.
         mp_policy: as for `fully_shard`.
         offload_policy: as for `fully_shard`.
-        ignored_params: parameters to leave alone.
+        ignored_params: parameters that are not sharded.
         forward_prefetch: unshard the next unit while one runs forward.
         backward_prefetch: a name of `BackwardPrefetch`.
-        sync_module_states: take rank 0's parameters and buffers on all ranks.
-        param_init_fn: initialises one module that is on the meta device.
-        device: where to compute; the accelerator if there is one.
-        mesh: the ranks, instead of all there are (`fullshard simulate` has one of its own).
-        event_sink: receives the engine's events.
+        sync_module_states: use rank 0's parameters and buffers on all ranks.
+        param_init_fn: function that initialises one module on the meta device.
+        device: device to compute on; by default the accelerator, if there is one.
+        mesh: ranks to use, instead of all of them (`fullshard simulate` passes its own mesh).
+        event_sink: object that receives the engine's events.
 
     Raises:
-        ConfigError, WrapError: as for `fully_shard`.
+        ConfigError, WrapError: See `fully_shard`.
     """
     row = parse_strategy(strategy)
     if mesh is None:
@@ -135,7 +135,7 @@ def _plan_units(
     weights: WeightSource | None,
     ignored: Iterable[nn.Parameter],
 ) -> list[UnitPlan]:
-    """Assign every parameter to a unit, once each tensor that is to be sharded is a parameter."""
+    """Assign every parameter to a unit, after all tensors that must be sharded have become parameters."""
     prepare(model, is_read_later=weights is not None)
     if weights is not None:
         weights.start(model)

@@ -1,8 +1,8 @@
 """Units on the meta device: they have a layout, but no memory until their parameters get values.
 
-Modules hold stand-ins in the meantime, of global shape and laid out as the sharded parameters will be. A unit is made
-real by `model.to_empty(device=)`, by `load_state_dict`, or, if its modules hold real parameters by then, at the first
-forward. A model that is cast goes the same way, in one step.
+Until then modules hold stand-ins that have the global shape and the layout of the future sharded parameters. A unit is
+made real by `model.to_empty(device=)`, by `load_state_dict`, or at the first forward if its modules hold real
+parameters by then. Casting a model uses the same path in one step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fullshard.wrap.partition import Slot
 
 
 class StandIns:
-    """The parameters that the modules of a unit hold while it has no buckets, and their final values."""
+    """The parameters that the modules of a unit hold while it has no buckets, and the source of their values."""
 
     def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
         self.entries = list(entries)
@@ -46,7 +46,7 @@ class StandIns:
 
     @classmethod
     def of(cls, unit: Unit) -> StandIns:
-        """Make the stand-ins of a new unit, on the meta device. Parameters of it that are real keep their values."""
+        """Create the stand-ins of a new unit on the meta device. Parameters that are already real keep their values."""
         entries = []
         for slots in by_bucket(unit.slots, unit.policy):
             spec = BucketSpec(slots, mesh=unit.mesh, policy=unit.policy, storage=unit.storage)
@@ -59,7 +59,7 @@ class StandIns:
     def cast(
         cls, entries: Iterable[tuple[Slot, ShardedTensor]], fn: Callable[[torch.Tensor], torch.Tensor]
     ) -> StandIns:
-        """Make the stand-ins of a unit whose parameters get the dtype that `fn` makes of this rank's intervals."""
+        """Create stand-ins from a unit's parameters by applying `fn`, which casts them, to this rank's intervals."""
         changed = []
         for slot, held in entries:
             local = fn(held.local.detach())
@@ -75,7 +75,7 @@ class StandIns:
         return [stand_in.names[0] for slot, stand_in in self.entries if _held(slot).is_meta]
 
     def error(self, unit: UnitParameters) -> LifecycleError:
-        """Return the error for a unit that is used before its parameters have values."""
+        """Return the error for using a unit before its parameters have values."""
         return LifecycleError(
             "FSDP parameters should be materialized from meta device before training, but the following were still on "
             f"meta device: {self.names_on_meta} (rank {unit.mesh.rank}, unit {unit.name!r})",
@@ -84,7 +84,7 @@ class StandIns:
         )
 
     def settle(self) -> None:
-        """Take over the parameters that the modules hold now."""
+        """Use the parameters that the modules hold now in place of the originals."""
         for slot, stand_in in self.entries:
             held, original = _held(slot), slot.parameter
             if (held.shape, held.dtype) != (original.shape, original.dtype):
@@ -104,7 +104,7 @@ class StandIns:
             slot.parameter = kind_of(original).outline(original, requires_grad=held.requires_grad)
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out`, shape (n,), with these elements of a parameter: NaN where it has no values yet."""
+        """Fill `out`, shape (n,), with an interval of a parameter, or with NaN if it has no values yet."""
         held, spec = _held(slot).detach(), self._specs[id(slot)]
         held = held if isinstance(held, DTensor) else kind_of(held).plain(held)
         if held.is_meta:
@@ -134,9 +134,9 @@ def _held(slot: Slot) -> torch.Tensor:
 
 
 class MetaDevice(Extension):
-    """Let units on the meta device wait for the values of their parameters.
+    """Defer the allocation of units on the meta device until their parameters have values.
 
-    `unfilled` are those that have memory since the last forward, but were given no values for it.
+    `unfilled` contains the units that were allocated without values since the last forward.
     """
 
     def __init__(self, model: Schedule) -> None:
@@ -145,13 +145,13 @@ class MetaDevice(Extension):
         self.unfilled: dict[Unit, None] = {}
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over the units of a part."""
+        """Take over the units of a model that became part of this one."""
         part = cast("MetaDevice", earlier)
         self.stand_ins |= part.stand_ins
         self.unfilled |= part.unfilled
 
     def postpones(self, unit: Unit) -> bool:
-        """Have a unit wait if any of its parameters is on the meta device."""
+        """Defer a unit if any of its parameters is on the meta device, and return whether it is deferred."""
         if not any(slot.parameter.is_meta for slot in unit.slots):
             return False
         self.put(unit, StandIns.of(unit))
@@ -163,11 +163,11 @@ class MetaDevice(Extension):
         return True
 
     def put(self, unit: Unit, stand_ins: StandIns) -> None:
-        """Have the modules of a unit hold these until `make_real`."""
+        """Assign stand-ins to the modules of a unit until `make_real`."""
         unit.stand_ins = self.stand_ins[unit] = stand_ins
 
     def before_forward(self) -> None:
-        """Make the units real whose modules hold values by now, and warn of those that have memory without values."""
+        """Allocate the units that have values by now, and warn of units with memory but without values."""
         for unit in reversed(self.model.units) if self.stand_ins else ():  # an error names the first in the model
             self.make_real(unit)
         for unit in self.unfilled:
@@ -175,9 +175,10 @@ class MetaDevice(Extension):
         self.unfilled.clear()
 
     def make_real(self, unit: Unit, *, is_filled: bool = True) -> None:
-        """Give a unit its buckets, if it has none, with the values that its modules hold by now.
+        """Allocate the buckets of a unit from the values that its modules hold now, unless it has buckets.
 
-        Unless there must be values (`is_filled`), parameters without any are NaN, to be filled later.
+        If `is_filled`, missing values are an error. Otherwise, parameters without values are set to NaN and must be
+        filled later.
         """
         stand_ins = self.stand_ins.get(unit)
         if stand_ins is None:
@@ -213,7 +214,7 @@ def _before_load(
     metadata: Mapping[str, Any],
     *_arguments: object,
 ) -> None:
-    """Give a unit its buckets if the state dict has a value for one of the module's parameters."""
+    """Allocate a unit if the state dict has a value for one of the module's parameters."""
     unit = own()
     if unit is None:
         return
@@ -226,7 +227,7 @@ def _before_load(
 
 
 def _after_load(own: weakref.ref[Unit], _module: nn.Module, _incompatible: object) -> None:
-    """Make a unit real once all its parameters have values, so that later code keeps them."""
+    """Allocate a unit once all its parameters have values, so that later code does not overwrite them."""
     if (unit := own()) is not None:
         meta_device = MetaDevice.of(unit.schedule)
         stand_ins = meta_device.stand_ins.get(unit)

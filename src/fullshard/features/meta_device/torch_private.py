@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgett
 
 
 def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
-    """Call `Module._apply` of the class behind torch's `FSDPModule`, whose own asks for torch's engine. Since 2.6."""
+    """Call the `Module._apply` that torch's `FSDPModule` overrides with one for its own engine. Since torch 2.6."""
     return super(FSDPModule, module)._apply(fn, recurse)
