@@ -1,11 +1,11 @@
-"""One job at a time in a folder: a second one would remove or replace the checkpoints of the first.
+"""Let only one job at a time use a folder, because a second one would remove or replace the checkpoints of the first.
 
-    OUT/.lease.json           all of OUT is one job's: it removes old checkpoints there, or numbers new ones
-    OUT/.NAME.lease.json      OUT/NAME is one job's: it replaces that
+    OUT/.lease.json           one job uses all of OUT: it removes old checkpoints there, or numbers new ones
+    OUT/.NAME.lease.json      one job uses OUT/NAME, which it replaces
 
-In a file system a lease is in force while its process holds a lock on the file, so it ends with the process. In an
-object store each job writes one of its own (`.lease.json.ID`), renews it, and looks for others: one that stays as it is
-has ended. Of two jobs at least the later one sees the other's.
+In a file system a lease is valid while its process holds a lock on the file, so it ends with the process. In an object
+store each job writes its own lease (`.lease.json.ID`), renews it, and looks for leases of other jobs. A lease that is
+no longer renewed has expired. If two jobs start at the same time, at least the later one sees the lease of the other.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ _HELD: dict[Location, int | ObjectPath] = {}
 
 @contextlib.contextmanager
 def lease(directory: Location) -> Iterator[None]:
-    """Hold `directory`, and what is held in it meanwhile, for this process alone. Called on one rank.
+    """Reserve `directory` and everything in it for this process while the context is active. Called on one rank.
+
+    All leases in `directory` that were taken meanwhile are released at the end.
 
     Raises:
-        ConfigError: another job has it; host, process and age are named. Or it cannot be made.
+        ConfigError: another job holds it (the message gives its host, process and age), or the lease cannot be created.
     """
     is_own = hold_folder(directory)
     try:
@@ -59,13 +61,19 @@ def lease(directory: Location) -> Iterator[None]:
 
 
 def hold_folder(directory: Location) -> bool:
-    """Hold `directory`, and all in it, alone until this process ends, or `let_go`; return whether it is new to it."""
+    """Reserve `directory` and everything in it until this process ends or calls `let_go`.
+
+    Return whether this process did not hold it before.
+    """
     directory = directory.absolute()
     return _hold(directory / LEASE_NAME, lambda: directory.glob(".*" + LEASE_NAME + "*"))
 
 
 def hold_name(path: Location) -> bool:
-    """Hold the name `path` alone, as `hold_folder` does; return whether it is new to this process."""
+    """Reserve only the name `path`, in the way of `hold_folder`.
+
+    Return whether this process did not hold it before.
+    """
     path = path.absolute()
     if any(holds(parent) or (parent.name and _of_name(parent) in _HELD) for parent in path.parents):
         return False
@@ -73,19 +81,19 @@ def hold_name(path: Location) -> bool:
 
 
 def holds(directory: Location) -> bool:
-    """Return whether this process has a folder to itself."""
+    """Return whether this process has reserved a folder."""
     return directory / LEASE_NAME in _HELD
 
 
 def require_free(path: Location) -> None:
-    """Raise `ConfigError` if another job holds the name `path`, or the folder that it is in."""
+    """Raise `ConfigError` if another job holds the name `path` or its parent folder."""
     path = path.absolute()
     _refuse_another(_of_name(path))
     _refuse_another(path.with_name(LEASE_NAME))
 
 
 def let_go(directory: Location | None = None) -> None:
-    """Leave all folders and names, or those in `directory`, to others."""
+    """Release all folders and names, or those in `directory`."""
     inside = None if directory is None else directory.absolute()
     for path in list(_HELD):
         if inside is None or path.is_relative_to(inside):
@@ -93,7 +101,7 @@ def let_go(directory: Location | None = None) -> None:
 
 
 def let_go_of(path: Location) -> None:
-    """Release the name `path`, which `hold_name` gave, to other jobs."""
+    """Release the name `path`, which `hold_name` reserved."""
     _let_go(_of_name(path))
 
 
@@ -102,7 +110,10 @@ def _of_name(path: Location) -> Location:
 
 
 def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
-    """Hold a lease, unless another job has that or one of the `others`; whether this process did not hold it yet."""
+    """Take the lease `path`. Raise `ConfigError` if another job holds it or one of `others`.
+
+    Return whether this process did not hold it before.
+    """
     if path in _HELD:
         return False
     if isinstance(path, ObjectPath):
@@ -143,7 +154,7 @@ def _let_go(path: Location) -> None:
 
 
 def _refuse_another(path: Location) -> None:
-    """Raise `ConfigError` if a job that still runs, and is not this one, has this lease."""
+    """Raise `ConfigError` if another running job holds this lease."""
     if isinstance(path, ObjectPath):
         for found in path.parent.iterdir():
             if found.name.startswith(path.name) and found not in _HELD.values():
@@ -166,27 +177,33 @@ def _in_use(path: Location) -> ConfigError:
 
 
 def _read(path: Location) -> dict[str, Any]:
-    """Return what a lease says; nothing if it is gone, or no lease."""
+    """Return the contents of a lease, or an empty dict if it is gone or is not a lease."""
     with contextlib.suppress(OSError, ValueError):
         return parse_object(read_small(path, limit_nbytes=_LONGEST_NBYTES))
     return {}
 
 
 def _new() -> bytes:
-    """Return the text of a new lease of this process."""
+    """Return the contents of a new lease for this process."""
     process = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
     return json.dumps(process | {"since": time.time()}).encode()
 
 
 def _born(pid: Any) -> str:
-    """Return an id that distinguishes a process from others with its pid on any host; empty if the system has none."""
+    """Return an id that distinguishes a process from all others with the same pid, on any host.
+
+    Return an empty string if the system does not provide the information.
+    """
     with contextlib.suppress(OSError, IndexError):
         return f"{this_machine()} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     return ""
 
 
 def _take_file(path: Path) -> int:
-    """Return the descriptor that holds the lock on a lease. Raises `OSError` if files cannot be locked there."""
+    """Create and lock a lease file and return its descriptor.
+
+    Raises `OSError` if the file system does not support locks.
+    """
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
@@ -209,7 +226,10 @@ def _take_file(path: Path) -> int:
 
 
 def _refuse_living(path: ObjectPath) -> None:
-    """Raise `ConfigError` if its process is alive: by its number on this host, else because it renews the lease."""
+    """Raise `ConfigError` if the process that wrote this lease is alive; otherwise remove the lease.
+
+    A process on this host is identified by its pid. A process on another host is alive if it renews the lease.
+    """
     begin, own = time.monotonic(), _born(os.getpid())
     first = found = _read(path)
     pid, born = first.get("pid"), str(first.get("born"))
@@ -236,7 +256,7 @@ def _renew(path: ObjectPath, own: ObjectPath) -> None:
 
 
 def _forget() -> None:
-    """Leave the leases of the parent to it, in a process that it has forked."""
+    """Drop the leases inherited from the parent in a forked process. The parent keeps them."""
     for held in _HELD.values():
         if isinstance(held, int):
             os.close(held)

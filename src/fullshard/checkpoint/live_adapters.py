@@ -1,7 +1,8 @@
-"""PEFT's methods on a model that is sharded: they know nothing of intervals, so here they are done layer by layer.
+"""Run PEFT's methods on a sharded model.
 
-Each adapted layer is copied with its parameters whole, PEFT's own code merges or unmerges the copy, and every rank
-keeps its own interval of what came out. So results are PEFT's bit by bit, and no rank holds more than one layer.
+PEFT does not support parameters that are sharded into intervals, so its methods are applied layer by layer here: each
+adapted layer is copied with unsharded parameters, PEFT's own code merges or unmerges the copy, and every rank keeps its
+interval of the result. The results are bit-identical to PEFT's, and no rank holds more than one unsharded layer.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from fullshard.features import ShardedParameter
 def merge_adapters(
     model: nn.Module, adapter_names: Sequence[str] | None = None, safe_merge: bool = False, progressbar: bool = False
 ) -> None:
-    """Merge adapters of a PEFT model into its base weights, in place, sharded as they are. A collective.
+    """Merge adapters of a PEFT model into its sharded base weights, in place. A collective.
 
-    Forwards then leave the adapters out, as after PEFT's `merge_adapter`, which has the same arguments. If `safe_merge`
-    finds weights that would not be finite, the layers before the one that it names are merged.
+    Afterwards forwards skip the adapters, as after PEFT's `merge_adapter`, which has the same arguments. If
+    `safe_merge` finds a layer whose merged weights would not be finite, it raises an error that names the layer; the
+    layers before it are already merged.
     """
     check_mergeable(model)
     names = None if adapter_names is None else list(adapter_names)
@@ -38,9 +40,9 @@ def merge_adapters(
 
 
 def unmerge_adapters(model: nn.Module) -> None:
-    """Take all merged adapters out of the base weights again, as PEFT's `unmerge_adapter`. A collective.
+    """Undo the merge of all merged adapters, as PEFT's `unmerge_adapter` does. A collective.
 
-    As there, the weights come back except for the rounding of the two sums.
+    As with PEFT, the weights are restored except for the rounding of the two sums.
     """
     rest(model)
     for layer in _layers(model):
@@ -49,7 +51,10 @@ def unmerge_adapters(model: nn.Module) -> None:
 
 
 def use_sharded_methods(model: Any) -> None:
-    """Replace the methods of a PEFT model that would be wrong on intervals: by right ones, or by an error."""
+    """Replace the methods of a PEFT model that would be wrong on sharded parameters.
+
+    Each is replaced with a correct version or with one that raises an error.
+    """
     for name, method in (
         ("merge_adapter", merge_adapters),
         ("unmerge_adapter", unmerge_adapters),
@@ -103,7 +108,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _change(layer: Any, change: Callable[[Any], object]) -> None:
-    """Let PEFT change a copy of a layer that is whole; keep this rank's part of its base weights."""
+    """Let PEFT change an unsharded copy of a layer, and keep this rank's part of the new base weights."""
     known = {id(local.tensor): local for local in local_tensors(layer)}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Load a checkpoint into any number of ranks: every rank reads the bytes it will own, and proves them.
+"""Load a checkpoint at any world size: every rank reads and verifies the bytes that it will own.
 
-A load that is refused changes nothing: first what the manifest says is compared with the model, then every byte of the
-files is read and proved, each file by one rank, and only then does a value change. The second reading, which finds the
-bytes in memory where there is room, proves them again.
+A load that fails its checks changes nothing. First the manifest is compared with the model. Then every byte of the
+files is read and verified, each file by one rank. Only then are values changed. The files are read a second time for
+that, usually from the page cache, and verified again.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of this rank that is to be filled; its dtype is that of the record.
+    """A tensor of this rank to fill. Its dtype is that of the record.
 
-    It holds elements `interval` of the flattened whole, counted as `chunking` says.
+    It holds the elements `interval` of the flattened full tensor, counted in the order of `chunking`.
     """
 
     kind: str
@@ -97,26 +97,27 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote, at any world size, strategy and mesh. A collective: every rank calls it.
 
-    Parts that are not asked for are not read. Parts that are asked for must be there, and the model must have exactly
-    the parameters and persistent buffers of the checkpoint, with the same shapes and dtypes.
+    Only the requested parts are read. They must exist in the checkpoint, and the model must have exactly the parameters
+    and persistent buffers of the checkpoint, with the same shapes and dtypes.
 
     Args:
         path: a checkpoint directory that every rank can read.
         model: sharded or not.
-        optimizer: over the same groups of parameters as the one saved. Its state is replaced.
-        scheduler: its `load_state_dict` is called.
-        scaler: likewise, unless the one saved was disabled.
-        objects: likewise, in the order they were saved.
-        weights: which parameters and buffers to read: `all`, and the checkpoint must hold them all; those that are
-            `stored` in it; or `none`. The others keep their values.
+        optimizer: an optimizer with the same parameter groups as the saved one. Its state is replaced.
+        scheduler: an object whose `load_state_dict` is called with the saved state.
+        scaler: as `scheduler`, except that nothing is loaded if the saved scaler was disabled.
+        objects: further objects like `scheduler`, in the order in which they were saved.
+        weights: which parameters and buffers to read. `all` requires the checkpoint to hold all of them; `stored` reads
+            those that it holds; `none` reads none. The others keep their values.
         rng: restore the random number generators.
 
     Returns:
-        The `extra` of `save_checkpoint`, empty if there was none.
+        The `extra` of `save_checkpoint`, or an empty dict if there was none.
 
     Raises:
-        CheckpointError: on every rank, if any rank found the checkpoint damaged or not to match. What differs is
-            listed in full. Nothing has changed then. `DamagedError` if the bytes are not those that were saved.
+        CheckpointError: a rank found that the checkpoint does not match the model; the message lists all differences.
+            Every rank raises it, and nothing has changed.
+        DamagedError: a subclass of `CheckpointError`, raised if the bytes are not those that were saved.
     """
     directory, ranks = location(path).absolute(), Ranks.of(model)
     data = _opened(directory, ranks)
@@ -138,10 +139,10 @@ def load_proved(
     weights: Weights = "all",
     rng: bool = True,
 ) -> dict[str, Any]:
-    """Load from files that `prove` proves, or brings. A collective.
+    """Load from files that `prove` verifies and, if necessary, fetches first. A collective.
 
-    `data` is the manifest. `prove` is a collective, too, called with the manifest, the kinds of files that are read,
-    and the names of those that this rank reads. If it fails nothing has changed.
+    `data` is the manifest. `prove` is also a collective. It is called with the manifest, the kinds of files that are
+    read, and the names of the files that this rank reads. If it fails, nothing has changed.
     """
     load = ranks.together(f"matching {directory} with the model", lambda: _Load(directory, data, ranks, parts, weights))
     prove(load.manifest, ["state", *dict.fromkeys(target.kind for target in load.targets)], load.files())
@@ -157,7 +158,7 @@ def load_proved(
 
 
 def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
-    """Read every byte of the files of some kinds. A collective: each file is read by one rank."""
+    """Read and verify every byte of the files of the given kinds. A collective: each file is read by one rank."""
 
     def prove() -> None:
         if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):
@@ -167,10 +168,12 @@ def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Se
 
 
 def prove_checkpoint(path: str | Location) -> None:
-    """Read every byte of a checkpoint, by all ranks together. A collective; `verify_checkpoint` says more, alone.
+    """Read and verify every byte of a checkpoint, with the files divided among the ranks. A collective.
+
+    `verify_checkpoint` runs in one process and reports more details.
 
     Raises:
-        DamagedError: On every rank, if any byte differs from the saved one.
+        DamagedError: a byte differs from the saved one. Every rank raises it.
     """
     directory, ranks = location(path).absolute(), Ranks()
     manifest = decode_manifest(_opened(directory, ranks), where=str(directory / MANIFEST_NAME))
@@ -178,7 +181,7 @@ def prove_checkpoint(path: str | Location) -> None:
 
 
 class _Load:
-    """One rank's part of a load. The constructor finds all that does not match and changes nothing."""
+    """One rank's part of a load. The constructor finds all mismatches and changes nothing."""
 
     def __init__(self, directory: Location, data: bytes, ranks: Ranks, parts: LoadArguments, weights: Weights) -> None:
         self.directory, self.ranks = directory, ranks
@@ -232,7 +235,7 @@ class _Load:
             self._allocate_state(optimizer)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Fill every target; returns tensors that are no part of model or optimizer."""
+        """Fill every target. Return the stored tensors that do not belong to the model or the optimizer."""
         with Readers(self.directory, self.manifest) as readers:
             # the order of the files, so that each is read from front to back
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
@@ -256,7 +259,10 @@ class _Load:
         return names
 
     def restore(self, stored: Mapping[str, torch.Tensor], *, rng: bool) -> dict[str, Any]:
-        """Give everything back its state, the optimizer without a `step()` that makes it; return `extra`."""
+        """Restore the state of all objects and return `extra`.
+
+        The state of the optimizer is created directly, without a call of `step()`.
+        """
         if self.optimizer is not None:  # if it was not saved, that has been refused
             for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
                 options = {key: decode_value(value, stored) for key, value in record.options.items()}
@@ -279,7 +285,7 @@ class _Load:
         return extra or {}
 
     def _restore_rng(self, stored: Mapping[str, torch.Tensor]) -> None:
-        """Set the generators, if this rank saved its own."""
+        """Restore the random number generators if this rank saved its own."""
         saved_by, why = self.manifest.world_size, ""
         if self.ranks.world_size != saved_by:
             why = f"saved by {saved_by} ranks, loaded by {self.ranks.world_size}"
@@ -312,7 +318,7 @@ class _Load:
         return sorted(problems)
 
     def _allocate_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make empty state as the manifest describes it, and note how it is to be filled."""
+        """Allocate empty optimizer state as described in the manifest, and add the targets that fill it."""
         assert self.manifest.optimizer is not None  # noqa: S101 -- _match_groups refused it
         groups = group_parameters(optimizer, self.parameters)
         averaged = self.manifest.states.get(AVERAGES) or ()
@@ -352,7 +358,10 @@ class _Load:
         *,
         on_device: bool,
     ) -> Any:
-        """Return a tensor to read optimizer state into: `there` if it fits, since fresh memory takes time."""
+        """Return the value of an entry of optimizer state, or a tensor to read it into.
+
+        The tensor is `there` if it fits, since allocating new memory takes time.
+        """
         if isinstance(record, StateValueRecord):
             return decode_value(record.value, {})
         dtype = dtype_of(record)
@@ -371,7 +380,7 @@ class _Load:
 
 
 def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a value is a tensor like `like` but for its dtype, which is `dtype`."""
+    """Return whether a value is a tensor of `dtype` with the device, shape and strides of `like`."""
     place = like.device, like.shape, like.stride()
     return (
         isinstance(value, torch.Tensor)
@@ -400,7 +409,10 @@ def _fill(target: _Target, readers: Readers) -> None:
 
 
 def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Sequence[GroupRecord]:
-    """Return the saved groups in the optimizer's order, if the same ones exist: formats that flatten lose theirs."""
+    """Return the saved groups in the optimizer's order if both have the same groups; otherwise return them unchanged.
+
+    Formats that flatten the state do not keep the order of the groups.
+    """
     found = [next((record for record in saved if set(record.parameters) == mine), None) for mine in names]
     ordered = [record for record in found if record is not None]
     is_permutation = len(ordered) == len(saved) == len({id(record) for record in ordered})
@@ -410,7 +422,7 @@ def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Seq
 def _match(
     what: str, known: Sequence[LocalTensor], saved: Mapping[str, TensorRecord], problems: list[str]
 ) -> list[_Target]:
-    """Return the reads for the parameters or buffers of the model; add differences to `problems`."""
+    """Return the targets for the model's parameters or buffers, and append all differences to `problems`."""
     by_name = {n: (name, record) for name, record in saved.items() for n in (name, *record.aliases)}
     targets, used = [], set()
     for local in known:
@@ -439,7 +451,7 @@ def _match(
 
 
 def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
-    """Return whether this rank's blocks of a coded weight are blocks of the saved pieces."""
+    """Return whether this rank's blocks of a coded weight coincide with blocks of the saved pieces."""
     assert local.form is not None  # noqa: S101 -- the caller asked
     both = record.chunking, local.chunking
     if both[0] != both[1] and not all(chunking.is_row_by_row for chunking in both):
@@ -449,7 +461,10 @@ def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
 
 
 def _opened(directory: Location, ranks: Ranks) -> bytes:
-    """Return the manifest after checking all files, on rank 0 only to spare the file system. A collective."""
+    """Return the manifest after a quick check of all files. A collective.
+
+    Only rank 0 reads, to reduce the load on the file system.
+    """
 
     def look() -> bytes:
         if isinstance(directory, Path) and not directory.exists() and (old := replaced_directories(directory)):
@@ -465,7 +480,10 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
 
 
 def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
-    """Return whether this rank has the state of this key: all but that of matrices which other ranks own."""
+    """Return whether this rank needs the state under `key`.
+
+    It needs all state except that of matrices that other ranks own.
+    """
     if not (isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)):
         return True
     return int(key.rpartition(".")[2]) in optimizer.owned(parameter)

@@ -1,8 +1,8 @@
-"""Adapters merged into their base model while it is sharded, one layer at a time.
+"""Merge adapters into their base model while it is sharded, one layer at a time.
 
-PEFT's own code merges each layer, on a copy of that layer whose parameters are whole, so the result is PEFT's bit by
-bit and no rank ever holds more than one layer. Where the whole parameters come from is the caller's business: shards
-of a running job (here) or files (`offline.merged`).
+PEFT's own code merges each layer, on a copy of that layer with unsharded parameters. So the result is bit-identical to
+PEFT's, and no rank ever holds more than one unsharded layer. The caller supplies the unsharded parameters, from the
+shards of a running job (here) or from files (`offline.merged`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MergedModel:
-    """The model that `PeftModel.merge_and_unload` would make of a model at rest, without making it.
+    """Describe the model that `PeftModel.merge_and_unload` would create from a model at rest, without creating it.
 
-    `base` is the model without adapters, with the class and configuration of the result. `sources` are the tensors of
-    the result, in its order, under the names it has for them. The tensor inside is the model's own where the adapters
-    leave it as it is, else a stand-in on the meta device.
+    `base` is the model without adapters, with the class and configuration of the result. `sources` lists the tensors of
+    the result, in its order and with its names. A source contains the model's own tensor if the adapters do not change
+    it, and a stand-in on the meta device otherwise.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +45,7 @@ class MergedModel:
         self.sources = self._find_sources()
 
     def parts(self, source: LocalTensor) -> list[torch.Tensor]:
-        """Return the model's own tensors that a tensor of the result is made of."""
+        """Return the model's own tensors from which a tensor of the result is computed."""
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return [source.tensor]
@@ -53,11 +53,11 @@ class MergedModel:
         return list(found.values())
 
     def local(self, tensor: torch.Tensor) -> LocalTensor:
-        """Return what is known of one of the model's own tensors."""
+        """Return the `LocalTensor` of one of the model's own tensors."""
         return self._local[id(tensor)]
 
     def merge(self, source: LocalTensor, whole: Whole) -> torch.Tensor:
-        """Return a tensor of the result, made from its whole parts."""
+        """Return a tensor of the result. `whole` returns the unsharded values of each tensor that it needs."""
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return whole(source.tensor)
@@ -76,14 +76,14 @@ class MergedModel:
 
     @property
     def ties_embeddings(self) -> bool:
-        """Return whether two names of the result stand for one embedding."""
+        """Return whether an embedding appears under two names in the result."""
         getters = (getattr(self.base, f"get_{which}_embeddings", None) for which in ("input", "output"))
         tables = [get() for get in getters if get is not None]
         names = [name for name, module, _ in _walk(self.base) if any(module is table for table in tables)]
         return any(sum(name.startswith(f"{path}.") for path in names for name in s.names) > 1 for s in self.sources)
 
     def _find_sources(self) -> list[LocalTensor]:
-        """Merge on the meta device, to learn names, shapes and which tensors are one."""
+        """Merge on the meta device, to find the names and shapes of the result and which of its tensors are tied."""
         stand_ins: dict[int, torch.Tensor] = {}
         named: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for path, module, is_adapted_here in _walk(self.base):
@@ -111,7 +111,7 @@ class MergedModel:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise `CheckpointError` for adapters that are no change of weights, and for a quantised base."""
+    """Raise `CheckpointError` if the adapters do not change weights or the base is quantised."""
     check = getattr(model.base_model, "_check_merge_allowed", None)
     if check is None:
         raise CheckpointError(
@@ -128,7 +128,7 @@ def check_mergeable(model: nn.Module) -> None:
 
 
 def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield modules by their name in the merged model, and whether adapters are at work in them."""
+    """Yield the modules with their names in the merged model, and whether adapters are active in them."""
     wraps = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
     yield path, module, wraps
     if not wraps:
@@ -138,7 +138,7 @@ def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, b
 
 
 def _unload(layer: Any) -> nn.Module:
-    """Return the plain module that PEFT makes of one of its own."""
+    """Return the plain module that PEFT creates from one of its layers."""
     options = {"safe_merge": False, "adapter_names": None}
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(merge=True, **options)  # type: ignore[no-any-return]
@@ -153,7 +153,10 @@ def copy_module(
     *,
     deep: bool = True,
 ) -> nn.Module:
-    """Return a module like `module` without its hooks, with other tensors; tensors that are one stay one."""
+    """Return a module like `module` without its hooks and with other tensors.
+
+    `replace` returns the new tensor for each old one. Tied tensors stay tied.
+    """
 
     def tensor(old: torch.Tensor | None) -> torch.Tensor | None:
         if old is None:
@@ -179,7 +182,7 @@ def copy_module(
 
 
 def _named_tensors(module: nn.Module, path: str, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers by name."""
+    """Yield parameters and persistent buffers with their names."""
     for inner_path, inner in module.named_modules() if recurse else [("", module)]:
         for name, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
             if tensor is not None and name not in torch_private.non_persistent_buffers(inner):

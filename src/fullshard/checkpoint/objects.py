@@ -1,7 +1,8 @@
-"""Names in an object store (S3, GCS, Azure, the hub, memory): pure paths with what is used of `Path`, over fsspec.
+"""Paths in an object store (S3, GCS, Azure, the Hugging Face hub, memory).
 
-A store that does not answer, or forbids, is a `StoreError` and never a missing file: what only looks empty would be
-written over, and a run that finds no checkpoint starts anew.
+They are pure paths with the methods of `Path` that this package uses, implemented with fsspec. If a store does not
+answer or denies access, a `StoreError` is raised; this is never treated as a missing file. Otherwise data that only
+looks missing would be overwritten, and a run that finds no checkpoint would start from scratch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class ObjectPath(PurePosixPath):
-    """A name in an object store. Directories are prefixes: they are there as long as an object is beneath."""
+    """A path in an object store. Directories are prefixes, which exist as long as an object has them."""
 
     __slots__ = ()
 
@@ -35,36 +36,36 @@ class ObjectPath(PurePosixPath):
 
     @property
     def parent(self) -> ObjectPath:
-        """The directory that holds it; a bucket holds itself."""
+        """Return the parent directory. The parent of a bucket is the bucket."""
         return super().parent if len(self.parts) > 2 else self
 
     def absolute(self) -> ObjectPath:
-        """Return the location itself: a store has no links."""
+        """Return the path itself, because a store has no links."""
         return self
 
     resolve = absolute
 
     def size(self) -> int:
-        """Return the bytes of an object. Raises `FileNotFoundError` if none has the name."""
+        """Return the size of an object in bytes. Raises `FileNotFoundError` if it does not exist."""
         info = self._info()
         if info.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return int(info["size"] or 0)
 
     def exists(self) -> bool:
-        """Return whether an object has this name, or is beneath it."""
+        """Return whether this path is an object or a prefix of objects."""
         return bool(self._info())
 
     def is_file(self) -> bool:
-        """Return whether an object has this name."""
+        """Return whether this path is an object."""
         return self._info().get("type") == "file"
 
     def is_dir(self) -> bool:
-        """Return whether an object is beneath this name."""
+        """Return whether this path is a prefix of objects."""
         return self._info().get("type") == "directory"
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """Return its direct children, sorted by name."""
+        """Return the direct children, sorted by name."""
         found: Any = []
         with contextlib.suppress(*_MISSING):
             found = self._ask("listed", "ls", detail=False)
@@ -72,11 +73,11 @@ class ObjectPath(PurePosixPath):
         return iter(sorted(self / name for name in names if name))
 
     def glob(self, pattern: str) -> Iterator[ObjectPath]:
-        """Return its direct children with a name like `pattern`."""
+        """Return the direct children that match `pattern`."""
         return (path for path in self.iterdir() if path.match(pattern))
 
     def beneath(self) -> dict[str, int]:
-        """Return every object beneath, at any depth, by its name from here on, with its size."""
+        """Return the sizes of all objects with this prefix, at any depth, keyed by their relative paths."""
         found: Any = {}
         with contextlib.suppress(*_MISSING):
             found = self._ask("listed", "find", detail=True)
@@ -85,15 +86,18 @@ class ObjectPath(PurePosixPath):
         return {"/".join(key.strip("/").split("/")[depth:]): int(info["size"] or 0) for key, info in entries.items()}
 
     def read_bytes(self) -> bytes:
-        """Return all bytes of an object. Raises `FileNotFoundError` if there is none."""
+        """Return the contents of an object. Raises `FileNotFoundError` if it does not exist."""
         return bytes(self._ask("read", "cat_file"))
 
     def write_bytes(self, data: bytes) -> None:
-        """Create or replace an object; a reader finds the old one or the new one."""
+        """Create or replace an object. A concurrent reader finds either the old one or the new one."""
         self._ask("written", "pipe_file", data)
 
     def create(self, data: bytes) -> bool:
-        """Create an object; whether it was not there. One of several that try at once, where the store can tell."""
+        """Create an object unless it exists, and return whether it was created.
+
+        If several processes try at the same time, only one succeeds, provided that the store supports this.
+        """
         with asked(self, "written"):
             try:
                 self._files().pipe_file(str(self), data, mode="create")
@@ -107,7 +111,10 @@ class ObjectPath(PurePosixPath):
         return True
 
     def open(self, mode: str, **options: Any) -> Any:
-        """Return a file of fsspec: read and sent in blocks, there once it is closed and committed."""
+        """Open an object as an fsspec file, which reads and sends in blocks.
+
+        A written object exists once the file is closed and committed.
+        """
         return self._ask("written" if mode == "wb" else "read", "open", mode, **options)
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -116,13 +123,13 @@ class ObjectPath(PurePosixPath):
             self._ask("removed", "rm_file")
 
     def remove_beneath(self, names: Sequence[str]) -> None:
-        """Remove objects that `beneath` has found."""
+        """Remove objects that `beneath` returned."""
         if names:
             with asked(self, "removed"), contextlib.suppress(*_MISSING):
                 self._files().rm([str(self / name) for name in names])
 
     def _info(self) -> dict[str, Any]:
-        """Return what the store says of this name; nothing if it is not there."""
+        """Return the store's information about this path, or an empty dict if it does not exist."""
         try:
             return dict(self._ask("looked up", "info"))
         except _MISSING:
@@ -132,7 +139,10 @@ class ObjectPath(PurePosixPath):
         return str(self._files()._strip_protocol(str(self))).strip("/")
 
     def _is_it(self, key: str) -> bool:
-        """Return whether a listed entry is this very name, as of the empty object some tools make for a directory."""
+        """Return whether a listed entry is this path itself.
+
+        Stores list such an entry if a tool created an empty object for the directory.
+        """
         return key.strip("/") == self._key()
 
     def _ask(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
@@ -158,7 +168,7 @@ def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
 
 @contextlib.contextmanager
 def asked(path: ObjectPath, what: str) -> Iterator[None]:
-    """Turn the errors of a store's client into a `StoreError`, except those that say that an object is missing."""
+    """Convert the errors of a store's client to `StoreError`, except errors for missing or existing objects."""
     try:
         yield
     except (*_MISSING, FileExistsError, FullshardError):
@@ -171,7 +181,7 @@ def asked(path: ObjectPath, what: str) -> Iterator[None]:
 
 
 def location(written: str | os.PathLike[str]) -> Location:
-    """Return the location of a checkpoint: a path of this host, or a URL of an object store."""
+    """Convert a string or path to the location of a checkpoint: a local path, or a URL in an object store."""
     if isinstance(written, ObjectPath):
         return written
     match = _URL.match(os.fspath(written))
@@ -206,16 +216,20 @@ def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a fork may n
 
 @functools.cache
 def at_exit(function: Callable[[], None]) -> None:
-    """Call a function once when the process ends, the last of several first, while stores can still be asked.
+    """Register a function to be called once when the process ends, while stores can still be accessed.
 
-    Python ends executors, with which clients look up the names of hosts, before it waits for threads and calls what
-    `atexit` knows; only what is registered where executors are comes earlier.
+    Several functions are called in reverse order. When Python ends, it first shuts down executors, which clients use to
+    look up host names. Only then does it wait for threads and call the functions registered with `atexit`. So the
+    function is registered together with the executors, to be called before they are shut down.
     """
     threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of those files that are directly in a directory; of an object store in one request."""
+    """Return the sizes of those of the named files that exist directly in a directory.
+
+    An object store is asked only once.
+    """
     if isinstance(directory, ObjectPath):
         there = directory.beneath()
         return {name: there[name] for name in names if name in there}
@@ -228,5 +242,5 @@ def entries_of(directory: Location) -> list[Location]:
 
 
 def on_this_host(path: Location) -> Path:
-    """Return a path that must be one of this host. Raises `ConfigError` if it is in an object store."""
+    """Convert a location to a local path. Raises `ConfigError` if it is in an object store."""
     return local_path(str(path)) if isinstance(path, ObjectPath) else path

@@ -1,4 +1,4 @@
-"""Checkpoints without a process group and without a model: read any kind, write ours and those of others."""
+"""Read any kind of checkpoint, and write native and other formats, without a process group or a model."""
 
 from fullshard.checkpoint.offline.compare import Difference, compare
 from fullshard.checkpoint.offline.dcp import write_dcp

@@ -1,4 +1,4 @@
-"""The differences between two checkpoints of any kinds: tensors that one lacks, shapes, dtypes and values."""
+"""Compare two checkpoints of any kind: missing tensors, shapes, dtypes and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fullshard.checkpoint.offline.source import Kind, Source, chunks
 
 
 class Difference(NamedTuple):
-    """A difference of one tensor; `max_abs` is the largest of its values, infinite where one is no number."""
+    """A difference in one tensor.
+
+    `max_abs` is the largest difference between values, or infinity if only one of the two is NaN.
+    """
 
     kind: Kind
     name: str
@@ -21,7 +24,7 @@ class Difference(NamedTuple):
 
 
 def compare(a: Source, b: Source) -> Iterator[Difference]:
-    """Yield the differences in the order of names; none if the tensors of both hold the same bits."""
+    """Yield the differences, sorted by name. Nothing is yielded if the tensors of both are bit-identical."""
     mine, theirs = (
         {(k, n): (name, r) for k, name, r in s.contents.tensors() for n in (name, *r.aliases)} for s in (a, b)
     )

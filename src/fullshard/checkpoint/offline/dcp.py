@@ -1,7 +1,7 @@
-"""Read what torch's distributed checkpoint (DCP) holds, from torch FSDP2, torchtitan, Accelerate and Trainer; write it.
+"""Read and write torch's distributed checkpoints (DCP), as used by torch FSDP2, torchtitan, Accelerate and Trainer.
 
-torch's own writer makes the files, on one process and tensor by tensor: the state dict it is given holds tensors
-without elements, and a planner reads each when its turn comes. There are three layouts:
+The files are written by torch's own writer, in one process and one tensor at a time. It gets a state dict of tensors
+without elements, and a planner reads each tensor when it is needed. There are three layouts:
 
     accelerate    pytorch_model_fsdp_0/ and optimizer_0/, as Accelerate and Trainer save and load them
     torch         one directory, `model` and `optimizer` nested
@@ -63,9 +63,9 @@ _Path = tuple[str | int, ...]
 def open_dcp(
     title: str, path: Path, directories: Sequence[Path], *, optimizer: bool = True, notes: Sequence[str] = ()
 ) -> Source:
-    """Open a model, and optimizer state if there is any, in one or two DCP directories, the model's first.
+    """Open one or two DCP directories as a source: the model's and, if there is one, the optimizer's.
 
-    Of every tensor the parts that one rank saved are read whole, one at a time.
+    Each part of a tensor that one rank saved is read completely, one part at a time.
     """
     model, state, others = _split([stored for directory in directories for stored in read_metadata(directory)])
     tensors: dict[tuple[Kind, str], StoredObject] = {("model", n): stored for n, stored in model.items()}
@@ -107,7 +107,7 @@ def open_dcp(
 def _split(
     entries: Sequence[StoredObject],
 ) -> tuple[dict[str, StoredObject], dict[_Path, StoredObject], list[str]]:
-    """Return the model's tensors by name, the optimizer's entries by the path below it, and the names of all others."""
+    """Split entries into the model's tensors by name, the optimizer's entries by relative path, and all other names."""
 
     def below(prefix: tuple[str, ...]) -> list[StoredObject]:
         # At the top level names stand alone (torchtitan); everything longer is another part of the state.
@@ -146,7 +146,7 @@ def _optimizer(
 
 
 def _nest(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
-    """Return dictionaries and lists from paths; numbers index lists."""
+    """Convert a mapping from paths to values into nested dicts and lists. Numbers in paths are list indices."""
     root: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         place = root
@@ -179,7 +179,7 @@ def _value(stored: StoredObject) -> Any:
 
 
 def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
-    """Return a box's place, for messages, and its contents."""
+    """Return a description of a box's location, for messages, and its contents."""
     path = stored.directory / box.file
     try:
         with path.open("rb") as file:
@@ -194,7 +194,7 @@ def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
 
 
 class _Reference(torch.Tensor):
-    """A tensor without elements that knows where they are."""
+    """A tensor without elements, with a reference to where they are stored."""
 
     place: tuple[Kind, str, TensorRecord]
 
@@ -209,10 +209,10 @@ def write_dcp(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> None:
-    """Write model and optimizer state. One whole tensor is held at a time.
+    """Write model and optimizer state. Only one full tensor is in memory at a time.
 
-    Tied tensors are written under each of their names, as torch does. `index` says which of several models it is, a
-    number in the names of Accelerate's layout; `dtype` casts floating-point tensors of the model.
+    Tied tensors are written under each of their names, as torch does. `index` is the number of the model if there are
+    several; Accelerate's layout uses it in names. `dtype` casts the floating-point tensors of the model.
     """
     records = require_values(source)
     model: dict[str, Any] = {}
@@ -249,7 +249,10 @@ def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -
 
 
 def _optimizer_state(source: Source, *, is_flat: bool) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state dict under its name, with names for parameters; empty if there is none."""
+    """Return the optimizer's state dict with parameter names, under the name `optimizer`.
+
+    Return an empty dict if there is no optimizer state.
+    """
     record = source.contents.optimizer
     if record is None:
         return {}
@@ -280,7 +283,7 @@ def _reference(kind: Kind, name: str, record: TensorRecord) -> _Reference:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Reads a tensor when the writer asks for it."""
+    """Read each tensor when the writer asks for it."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         super().__init__()
@@ -288,7 +291,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         self._buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the object of an entry, with its elements."""
+        """Return the object of an entry, including its elements."""
         found = super().lookup_object(index)
         if not isinstance(found, _Reference):
             return found
@@ -301,7 +304,10 @@ class _ReadingPlanner(DefaultSavePlanner):
         return whole
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor to fill. The writer keeps its tensors until its file ends, so it gets the same ones again."""
+        """Return a buffer to fill.
+
+        The writer keeps its tensors until its file is complete, so buffers are reused.
+        """
         if (like.shape, like.dtype) not in self._buffers:
             self._buffers[like.shape, like.dtype] = torch.empty(like.shape, dtype=like.dtype)
         whole = self._buffers[like.shape, like.dtype]

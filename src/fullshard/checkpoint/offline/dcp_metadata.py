@@ -1,8 +1,8 @@
-"""The metadata file of torch's distributed checkpoints (DCP), read without running it.
+"""Read the metadata file of torch's distributed checkpoints (DCP) without executing it.
 
-`.metadata` is a pickle, and a pickle is a program. This reader lets it build nothing but records of the few classes
-that DCP itself puts there, which become inert stand-ins; any other name in it is an error. Python's own unpickler is
-used, the one written in Python: it never makes room for a length it was only told of.
+`.metadata` is a pickle, and a pickle can run arbitrary code. This reader only creates inert stand-ins for the few
+classes that DCP itself stores, and raises an error for any other name. It is based on Python's own unpickler in its
+pure Python version, which never allocates memory on the basis of a length that the file merely claims.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: where in it, per dim, and in which bytes of which file, an archive of `torch.save`."""
+    """A part of a tensor, with its offsets and sizes per dim and its location in a file.
+
+    The bytes there are an archive of `torch.save`.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,13 +54,13 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredObject:
-    """An entry of the state dict: a tensor in boxes, or a Python value (no dtype) in one box without sizes."""
+    """An entry of the state dict: a tensor in boxes, or a Python value (without dtype) in one box without sizes."""
 
     directory: Path
     path: tuple[str | int, ...]
@@ -67,15 +70,15 @@ class StoredObject:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """Return the name for messages."""
         return ".".join(map(str, self.path))
 
 
 def read_metadata(directory: Path) -> list[StoredObject]:
-    """Return the contents of a DCP directory.
+    """Return the entries of a DCP directory.
 
-    Refuse damaged metadata, a pickle that asks for a class that does not belong there, a file outside the directory,
-    and boxes that do not cover a tensor exactly once.
+    Raises `CheckpointError` for damaged metadata, a pickle that asks for an unexpected class, a file outside the
+    directory, or boxes that do not cover a tensor exactly once.
     """
     path = directory / METADATA_NAME
     try:
@@ -99,7 +102,7 @@ def read_metadata(directory: Path) -> list[StoredObject]:
 
 
 class _StandIn:
-    """Stands in for an object of the metadata: keeps what it was given, does nothing."""
+    """A stand-in for an object of the metadata. It stores its arguments and does nothing."""
 
     state: Any = None
 
@@ -114,7 +117,7 @@ class _StandIn:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Builds stand-ins only."""
+    """Unpickle objects as stand-ins only."""
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
@@ -135,7 +138,7 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def get_extension(self, code: int) -> None:
-        """Refuse classes by number."""
+        """Raise an error, because classes that are registered by number are not allowed."""
         raise CheckpointError(f"{self._path} asks for the registered class {code}, which is no part of a checkpoint")
 
 
@@ -184,7 +187,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
 
 
 def _problems(stored: StoredObject) -> list[str]:
-    """Return the faults in the place of an entry."""
+    """Return the problems with the location of an entry."""
     name, problems = stored.name, []
     for box in stored.boxes:
         try:
@@ -204,7 +207,7 @@ def _problems(stored: StoredObject) -> list[str]:
 
 
 def _coverage(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> list[str]:
-    """Return the reasons why the boxes do not hold each element exactly once."""
+    """Return why the boxes do not hold each element exactly once, or an empty list if they do."""
     for box in boxes:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
             o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)

@@ -1,4 +1,7 @@
-"""Detect the kind of a checkpoint. Looks at names first, and inside files where names do not tell."""
+"""Detect the kind of a checkpoint.
+
+File names are checked first, and file contents only where the names are not sufficient.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 
 def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
-    """Open any checkpoint that can be read here, with the optimizer's state if it is there and wanted.
+    """Open a checkpoint of any supported format, with the optimizer's state if it exists and `optimizer` is set.
 
-    `path` is a directory or a file of `torch.save`; of a checkpoint of Accelerate with several models that of one.
+    `path` is a directory or a file of `torch.save`. For an Accelerate checkpoint of several models, it is the directory
+    of one of them.
     """
     path = location(path)
     source = _native(path)
@@ -50,7 +54,10 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
 
 
 def _native(path: Location) -> Source | None:
-    """Return one of ours; that of Trainer's under its directory's own path, for configuration and tokenizer."""
+    """Open a native checkpoint, or return None if there is none.
+
+    For a Trainer checkpoint, the source's path is Trainer's directory, so that configuration and tokenizer are found.
+    """
     state = trainer_state(path)
     if not (state / MANIFEST_NAME).is_file():
         return None
@@ -103,6 +110,6 @@ def _directory(path: Path, optimizer: bool) -> Source | None:
 
 
 def _left_over(path: Path, used: list[Path]) -> list[str]:
-    """Return the parts of a foreign training state that are not taken over."""
+    """Return a note about the files of a foreign training state that are not converted."""
     names = sorted(entry.name for entry in {*path.iterdir()} - {*used, *files_beside_weights(path)})
     return [f"not taken over: {', '.join(names)}"] if names else []
