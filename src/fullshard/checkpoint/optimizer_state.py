@@ -1,4 +1,4 @@
-"""The saved part of an optimizer: its parameter groups by parameter name, and the state of each parameter."""
+"""Collect the parts of an optimizer that are saved: its parameter groups by name, and each parameter's state."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from fullshard.features.matrices import MatrixOptimizer
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One value in the state of one parameter on this rank: a tensor, a `CodedTensor`, or, without layout, another.
+    """One value in this rank's state of one parameter.
 
-    What a rank owns (`is_owned`) no other has.
+    The value is a tensor or a `CodedTensor`, or any other value if `layout` is None. If `is_owned`, only this rank has
+    it.
     """
 
     parameter: LocalTensor
@@ -33,19 +34,25 @@ class StateEntry:
 
     @property
     def name(self) -> str:
-        """Its name in the optimizer's file."""
+        """Return the name in the optimizer's file."""
         return f"{self.parameter.name}/{self.key}"
 
     @property
     def is_stored_here(self) -> bool:
-        """Return whether this rank writes the tensor. If all ranks have it, the owner of element 0 writes it."""
+        """Return whether this rank writes the tensor.
+
+        A tensor that all ranks have is written by the owner of the parameter's element 0.
+        """
         if self.layout == "replicated":
             return self.is_owned or self.parameter.interval.start == 0
         return self.layout == "interval"
 
 
 def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer inside what `Accelerator.prepare` returned: its class and its state are what is saved."""
+    """Return the optimizer inside the wrapper that `Accelerator.prepare` returned.
+
+    The class and the state of the inner optimizer are saved.
+    """
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -53,7 +60,7 @@ def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer 
 def group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]
 ) -> list[list[tuple[nn.Parameter, LocalTensor]]]:
-    """Return the parameters of each group, as the optimizer and as the model know them."""
+    """Return each group's parameters as pairs of the optimizer's parameter and the model's `LocalTensor`."""
     known = {id(local.tensor): local for local in parameters}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -71,7 +78,7 @@ def group_parameters(
 def group_records(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor], tensors: dict[str, torch.Tensor]
 ) -> list[GroupRecord]:
-    """Return the groups in their stored form; hyper-parameters that are tensors go into `tensors`."""
+    """Return the records of the groups. Hyperparameters that are tensors are added to `tensors`."""
     records = []
     for number, members in enumerate(group_parameters(optimizer, parameters)):
         options = {
@@ -84,7 +91,10 @@ def group_records(
 
 
 def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
-    """Yield the state this rank is to report: of parameters of which it saves an element, and of its matrices."""
+    """Yield the state that this rank reports.
+
+    This is the state of parameters from which it saves an element, and of the matrices that it owns.
+    """
     for members in group_parameters(optimizer, parameters):
         for parameter, local in members:
             state = as_local(optimizer.state.get(parameter, {}))

@@ -1,4 +1,4 @@
-"""The places in a Transformers model that the files of a directory fill, and which of them may stay empty."""
+"""Find the parameters and buffers of a Transformers model that files must fill, and those that may be missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.features.meta_device import meta_parameters
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a parameter or persistent buffer in a model, under the name it has in files."""
+    """A parameter or persistent buffer of a model, with its name in files."""
 
     name: str
     module: nn.Module
@@ -29,7 +29,7 @@ class Place:
 
 
 def places_of(model: nn.Module) -> Iterator[Place]:
-    """Return the places of all parameters and persistent buffers, tied ones under each of their names."""
+    """Yield all parameters and persistent buffers. Tied ones are yielded under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {k: b for k, b in module._buffers.items() if k not in torch_private.non_persistent_buffers(module)}
         for attribute, tensor in {**module._parameters, **buffers}.items():
@@ -38,21 +38,21 @@ def places_of(model: nn.Module) -> Iterator[Place]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and persistent buffers by name, tied ones under each of their names."""
+    """Return all parameters and persistent buffers by name. Tied ones appear under each of their names."""
     return {place.name: place.tensor for place in places_of(model)}
 
 
 def _without_wrappers(path: str) -> str:
-    """Return a path without PEFT's layers around the model's, and without those of checkpointing.
+    """Return a path without the parts for PEFT's wrappers and for checkpoint wrappers.
 
-    A module that PEFT trains as a whole starts as a copy of the original one, so it has that one's name.
+    A module that PEFT trains completely starts as a copy of the original module, so it gets the name of the original.
     """
     path = re.sub(r"(^|\.)modules_to_save\.[^.]+(?=\.|$)", "", clean_name(path))
     return ".".join(part for part in path.split(".") if part not in ("", "base_layer", "original_module"))
 
 
 def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
-    """Return the names without those that the model's class says do not matter, as Transformers has it."""
+    """Return the names except those that match the ignore patterns of the model's class."""
     patterns = list(getattr(model, attribute, None) or ())
     if attribute == "_keys_to_ignore_on_load_unexpected":
         # Buffers that earlier versions stored in every layer.
@@ -63,9 +63,10 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
 
 
 def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
-    """Return the weights that the saved class and its files do not have: a new head, another pooler.
+    """Return the weights that the saved class did not have, such as a new head or another pooler.
 
-    Which class was saved is in the configuration. If it cannot be built here, what is outside the base model is a head.
+    The configuration names the saved class. If that class cannot be built here, everything outside the base model
+    counts as a head.
     """
     if not names:
         return set()

@@ -1,10 +1,10 @@
-"""Hugging Face directories straight into shards: every rank reads the bytes it will own, and nothing else.
+"""Load Hugging Face directories directly into shards: every rank reads only the bytes that it will own.
 
     model = fullshard.from_pretrained(AutoModelForCausalLM, "path/or/hub-name")     no weights are read
     model = accelerator.prepare(model)                                              each rank reads its intervals
 
-No rank ever holds the whole model, not even in host memory: besides its shard it needs one small buffer, and for a
-weight that is quantised on the way (QLoRA) that one weight before quantisation.
+No rank ever holds the complete model, not even in host memory. Besides its shard it needs one small buffer, and for a
+weight that is quantised during the load (QLoRA) the full weight before quantisation.
 """
 
 from __future__ import annotations
@@ -66,34 +66,35 @@ def from_pretrained(
     ignore_mismatched_sizes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Return a Transformers model whose weights are read when it is sharded, by each rank only its own.
+    """Return a Transformers model whose weights are read when it is sharded. Each rank reads only its own part.
 
-    Until then its parameters are on the meta device: it can be wrapped by PEFT and its embeddings resized, but not
-    run.
+    Until then the parameters are on the meta device. The model can be wrapped by PEFT and its embeddings can be
+    resized, but it cannot run.
 
-    Names and forms that Transformers keeps otherwise in memory than on disk are converted by its own rules. A weight
-    that the model has and the files lack is an error, unless the class that saved them has no such weight either, as
-    of the new head of a base model; those are initialised and named in a warning.
+    Where Transformers uses other names or forms in memory than on disk, its own rules convert them. A weight that is in
+    the model but not in the files is an error, unless the class that saved the files does not have that weight either,
+    such as the new head on a base model. Such weights are initialised and named in a warning.
 
     Args:
         auto_class: `AutoModelForCausalLM`, another auto class, or a model class.
         name_or_path: a directory with weights (safetensors or `pytorch_model.bin`) and a config.json, or a hub name.
-        dtype: of the parameters. Default: as the configuration says, else as the first weight is.
-        quantization_config: bitsandbytes' `BitsAndBytesConfig`: weights are quantised as they are read, those that
-            it has no layers for at rest (`fullshard.quantize`). All of these are frozen.
-        quantize: a form, such as `nf4`: all large weights are frozen, and quantised at rest.
-        dequantize: read the values of weights that the files hold as codes; so does `Mxfp4Config(dequantize=True)`.
-            By default these weights are frozen and stay codes at rest.
-        config: instead of the one in the directory.
-        ignore_missing: initialise whatever the files lack; it is named in a warning.
-        ignore_mismatched_sizes: the same for what has another shape in the files.
-        options: passed on to the model's configuration (`attn_implementation`, say) and to the hub (`revision`).
+        dtype: dtype of the parameters. Default: that of the configuration, or else of the first weight.
+        quantization_config: bitsandbytes' `BitsAndBytesConfig`. Weights are quantised as they are read. Weights for
+            which bitsandbytes has no layers are quantised at rest (`fullshard.quantize`). All of them are frozen.
+        quantize: a form, such as `nf4`, in which all large weights are quantised at rest. They are frozen.
+        dequantize: read the values of weights that the files hold as codes, as `Mxfp4Config(dequantize=True)` does.
+            By default these weights are frozen and remain codes at rest.
+        config: a configuration to use instead of the one in the directory.
+        ignore_missing: initialise all weights that are not in the files and name them in a warning.
+        ignore_mismatched_sizes: do the same for weights that have another shape in the files.
+        options: passed to the model's configuration (for example `attn_implementation`) and the hub (`revision`).
 
     Raises:
-        CheckpointError: no weights; later, when the model is sharded: weights that do not fit.
-        ConfigError: a quantisation that is not bitsandbytes', an unknown form, files that are quantised in a way that
-            is not read here, or `key_mapping`, `variant` or `subfolder`.
-        MissingExtraError: without the `hf` extra.
+        CheckpointError: there are no weights. If weights do not match the model, this is raised later, when the model
+            is sharded.
+        ConfigError: a quantisation that is not bitsandbytes', an unknown form, files that are quantised in an
+            unsupported way, or the option `key_mapping`, `variant` or `subfolder`.
+        MissingExtraError: the `hf` extra is not installed.
     """
     transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
     if given := [name for name in _REFUSED if options.pop(name, None)]:
@@ -153,7 +154,7 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, Te
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the modules in fp32 that some models name, whatever the dtype of the rest."""
+    """Keep the modules in fp32 for which the model asks this, whatever the dtype of the others."""
     if not hasattr(model, "_get_dtype_plan"):
         return
     asked: Any = model
@@ -165,7 +166,10 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None, is_decoded: bool) -> None:
-    """Have weights that the files hold as codes stay so at rest, unless another form or values are asked for."""
+    """Keep weights that the files hold as codes in that form at rest.
+
+    Weights are not kept as codes if `is_decoded`, or if `form` requests another form.
+    """
     kept: dict[str, int] = {}
     for place in places_of(model):
         coded = sources[place.name].coded if place.name in sources else None
@@ -202,7 +206,10 @@ def _resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool | None = None,
 ) -> nn.Module:
-    """Resize as Transformers does; before the old rows are read, new ones do not follow their mean and spread."""
+    """Resize the embeddings as Transformers does.
+
+    Before the old rows have been read, the new rows cannot be drawn with their mean and covariance.
+    """
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
             "mean_resizing=True needs the old rows of the embedding, which are read when the model is sharded",
@@ -214,10 +221,10 @@ def _resize_token_embeddings(
 
 
 class PretrainedWeights:
-    """The weights of a directory, for one model. A `WeightSource` of the engine.
+    """The weights of a directory for one model. Implements the engine's `WeightSource`.
 
     `base` is the Transformers model, which may be wrapped later; names are relative to it. `built` is the model as the
-    configuration describes it, before anybody has changed it; `dtype` that of weights before they are quantised.
+    configuration describes it, before any changes. `dtype` is the dtype of weights before they are quantised.
     """
 
     ignore_missing = ignore_mismatched_sizes = False
@@ -229,7 +236,7 @@ class PretrainedWeights:
         self._adapters: dict[int, tuple[str, Any, Any]] = {}
 
     def start(self, model: nn.Module) -> None:
-        """Match the places in the model with the tensors in the files; raise an error that lists all that differs."""
+        """Match the places in the model with the tensors in the files. Raise an error that lists all differences."""
         self._adapters = _adapter_parts(model)
         adapters = adapter_modules(model)
         places = [p for p in places_of(self._base) if id(p.module) not in adapters]
@@ -271,7 +278,7 @@ class PretrainedWeights:
         return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.where}"
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Read the module's persistent buffers, and quantise its weight if it is to be."""
+        """Read the module's persistent buffers and, if its weight must be quantised, read and quantise the weight."""
         for attribute, buffer in list(module._buffers.items()):
             name = self._names.get((id(module), attribute))
             if name is not None and buffer is not None:
@@ -281,11 +288,11 @@ class PretrainedWeights:
             quantise(module, read_whole(self._sources[name], shape, self._dtype, device))
 
     def holds(self, slot: Slot) -> bool:
-        """Return whether the files have this parameter as it is."""
+        """Return whether the files hold values for this parameter."""
         return slot.parameter.is_meta and self._name(slot) is not None
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` with elements `interval` of the parameter, or of its tile, in the order that it is sharded in."""
+        """Fill `out` with elements `interval` of the parameter, or of its tile, in the order in which it is sharded."""
         if (own_mark := mark_of(slot.parameter)) is not None and own_mark.is_transposed:
             *others, rows, columns = slot.parameter.shape
             read_transposed(functools.partial(self._read_rows, slot), (*others, columns, rows), interval, out)
@@ -298,7 +305,7 @@ class PretrainedWeights:
         read_across(read, out, shape=shape, source=UNCUT, target=shard.chunking, wanted=interval.shift(shard.start))
 
     def _read_rows(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` with elements `interval` of the parameter."""
+        """Fill `out` with elements `interval` of the parameter, flattened row by row."""
         name = self._name(slot)
         assert name is not None  # noqa: S101 -- the caller asked `holds`
         stored = self._sources[name]
@@ -310,7 +317,10 @@ class PretrainedWeights:
             out[kept.numel :].copy_(added[start : start + interval.numel - kept.numel])
 
     def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Fill `parts` with the codes and scales of the files; False: these are of another form, or cut otherwise."""
+        """Fill `parts` with the codes and scales of the files.
+
+        Return False if the files hold another form or are split in another way.
+        """
         name = self._name(slot)
         coded = None if name is None else self._sources[name].coded
         shard = local_shard_of(slot)
@@ -324,7 +334,7 @@ class PretrainedWeights:
         return True
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise the parts of a LoRA adapter as PEFT does; False for any other module."""
+        """Initialise a module of a LoRA adapter as PEFT does. Return False for any other module."""
         found = self._adapters.get(id(module))
         if found is None:
             return False
@@ -345,9 +355,9 @@ class PretrainedWeights:
         return True
 
     def _read_row_norms(self, base: Any, out: torch.Tensor) -> None:
-        """Compute DoRA's first magnitudes: the norms of the base weight's rows.
+        """Compute DoRA's initial magnitudes: the norms of the rows of the base weight.
 
-        A weight that is quantised on the way has been made already; any other is read a few rows at a time.
+        A weight that is quantised during the load is already in memory. Any other weight is read a few rows at a time.
         """
         if is_exact(base.weight):
             values = dequantised(base)
@@ -373,10 +383,10 @@ class PretrainedWeights:
 
 
 def load_pretrained(directory: str | Path, model: nn.Module) -> None:
-    """Load a directory of safetensors files into a model that is sharded already: each rank reads its intervals.
+    """Load a directory of safetensors files into a model that is already sharded. Each rank reads its intervals.
 
-    It holds every parameter and persistent buffer, under the name and in the form that the model has it in, or in those
-    that Transformers saves it in. If names or shapes differ, nothing is changed.
+    The directory must hold every parameter and persistent buffer, with the names and forms of the model in memory or
+    with those that Transformers saves. If names or shapes differ, nothing is changed.
     """
     rest(model)
     directory = local_path(directory)
@@ -400,22 +410,23 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Return whether only the number of rows differs, as after `resize_token_embeddings`."""
+    """Return whether the model only has more rows than the files, as after `resize_token_embeddings`."""
     is_table = isinstance(module, nn.Embedding | nn.Linear) and len(shape) == len(stored) and len(shape) in (1, 2)
     return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 
 
 def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> torch.Tensor:
-    """Return values for the rows a resized table has gained, the same on every rank and at every world size."""
+    """Return values for the rows that were added to a table, which are the same on every rank at every world size."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)
     return torch.randn(numel - stored.numel, generator=generator) * std
 
 
 def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
-    """Return, by id, the modules that hold parts of LoRA adapters: which part, how it is initialised, of which layer.
+    """Return the modules that hold parts of LoRA adapters, keyed by id.
 
-    Refuse an initialisation that needs the whole base weight at once.
+    Each value is the kind of the part, its initialisation scheme and its layer. Raises an error for an initialisation
+    that needs the full base weight.
     """
     schemes: dict[str, Any] = {}
     for module in model.modules():

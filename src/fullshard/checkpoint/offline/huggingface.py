@@ -1,8 +1,9 @@
-"""Hugging Face directories: read as a source, and written of any source, as one safetensors file or several.
+"""Read Hugging Face directories as a source, and write any source as one or several safetensors files.
 
-No model and no process group is needed; one chunk of one tensor is held at a time. What is for Transformers is written
-in the form that Transformers stores: each expert on its own, where it computes with all experts of a layer in one
-tensor. A checkpoint of training holds what is in memory.
+Neither a model nor a process group is needed, and only one chunk of one tensor is in memory at a time. Output for
+Transformers is written in the form that Transformers stores. For example, each expert gets its own tensors, although
+Transformers computes with all experts of a layer in one tensor. Training checkpoints hold the form that is used in
+memory.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ _COPIED = (
 
 
 def open_weights(path: Path, file: Path | None = None, *, is_decoded: bool = False) -> Source:
-    """Open a directory of weights, or only `file` of it, whatever its name. Raises as `stored_tensors` does.
+    """Open a directory of weights, or only one `file` of it, under any name. Raises the errors of `stored_tensors`.
 
-    `is_decoded`: have values of weights that the files hold as codes.
+    If `is_decoded`, return the values of weights that the files hold as codes.
     """
     read_all = stored_values if is_decoded else stored_tensors
     stored = dict(read_all(path) if file is None else tensors_of(file))
@@ -97,7 +98,7 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
-    """Return the values of a configuration, of a model or of an adapter."""
+    """Return the values of the configuration of a model or an adapter."""
     return json_file(path, limit_nbytes=_MAX_CONFIG_NBYTES)
 
 
@@ -112,10 +113,10 @@ def write_weights(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write parameters and buffers, each once; copy configuration and tokenizer if there are any. Return those names.
+    """Write all parameters and buffers, each once, and copy configuration and tokenizer files. Return the copied names.
 
-    They are copied from `config_from`, by default the source's directory. With `needs_config` what is written is for
-    Transformers: in the form that it stores, and refused without a configuration.
+    The files are copied from `config_from`, by default the source's directory. `needs_config` means that the output is
+    for Transformers: it is written in the form that Transformers stores, and a missing configuration is an error.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     names = require_values(source, hint="merge the adapter into its base model: fullshard merge")
@@ -152,7 +153,7 @@ def write_weights(
 
 
 def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> list[Path]:
-    """Return the files to copy, `config.json` first if there is one."""
+    """Return the files to copy, starting with `config.json` if it exists."""
     directory = source.path if config_from is None else local_path(config_from)
     hint = "name the directory of the model that training started from: --config-from DIRECTORY"
     found = []
@@ -168,14 +169,17 @@ def _configuration(source: Source, config_from: str | Path | None, *, needs_conf
 
 
 def _set_dtype(path: Path, cast: torch.dtype) -> None:
-    """Let the configuration say the dtype that the files now have."""
+    """Set the dtype in the configuration to that of the files."""
     config = read_configuration(path)
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(cast)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _in_stored_form(source: Source, directory: Path) -> Source:
-    """Return a source as Transformers stores its model, or `source` if its names are not those of a model in memory."""
+    """Return a source in the form that Transformers stores.
+
+    Return `source` itself if its names are not those of the model in memory.
+    """
     read_configuration(directory / CONFIG_NAME)
     transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
     try:

@@ -1,8 +1,8 @@
-"""A base model with an adapter merged into it, as a source: what `fullshard merge` writes.
+"""Read a base model with an adapter merged into it as a source, which `fullshard merge` writes.
 
-The base's tensors are handed out as they are on disk, byte by byte, but for those the adapter changes. These are made
-by PEFT itself (see `checkpoint.merging`), on a skeleton of the model without memory, whose layer at hand is filled from
-the files. So one layer of the model is held at a time, and the adapter.
+Tensors that the adapter does not change are returned exactly as they are on disk. The others are computed by PEFT
+itself (see `checkpoint.merging`), on a skeleton of the model on the meta device in which only the current layer is
+filled from the files. So only one layer of the model and the adapter are in memory at a time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _WRAPPING = ("base_layer", "original_module")
 
 @contextmanager
 def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
-    """Yield a base model with an adapter merged into it, and a directory with the configuration and the tokenizer.
+    """Yield a base model with an adapter merged into it, and a directory with its configuration and tokenizer.
 
-    `path` is the base model's Hugging Face directory; `adapter` a directory of PEFT's, a checkpoint of Trainer's, or
-    the `training_state` inside one.
+    `path` is the base model's Hugging Face directory. `adapter` is a directory that PEFT wrote, a Trainer checkpoint,
+    or the `training_state` inside one.
     """
     base = open_weights(path, is_decoded=True)
     on_disk = base.contents.parameters
@@ -62,7 +62,7 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     disk = _disk_names(on_disk, merged.base)
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        """Return a parameter of the model, of the adapter's or the base's."""
+        """Return the value of a parameter from the adapter's files or else from the base model's."""
         names = merged.local(tensor).names
         value = next((values[name] for name in names if name in values), None)
         name = next((disk[plain] for plain in map(_plain, names) if plain in disk), None)
@@ -115,7 +115,7 @@ def _config_directory(adapter: Path) -> Path:
 def _peft_model(
     base: Path, adapter: Path, directory: Path, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return the PEFT model on the meta device, and the adapter's tensors by their names in its base."""
+    """Return the PEFT model on the meta device, and the adapter's tensors by their names in its base model."""
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
     base_model: Any = skeleton_of(transformers, base, dtype)
@@ -160,7 +160,7 @@ def _open_adapter(directory: Path) -> Source:
 def _by_model_name(
     peft: Any, model: nn.Module, stored: Mapping[str, torch.Tensor], directory: Path
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of PEFT's file by the names that they have in the PEFT model, which only PEFT knows."""
+    """Return the tensors of PEFT's file, keyed by their names in the PEFT model. PEFT is asked for the mapping."""
     stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
     chosen = peft.get_peft_model_state_dict(
         model, state_dict=dict(stand_ins), save_embedding_layers=any(".embed" in name for name in stored)
@@ -173,7 +173,7 @@ def _by_model_name(
 
 
 def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | None:
-    """Return the rows of the embeddings in the adapter, if they were resized."""
+    """Return the number of embedding rows in the adapter if the embeddings were resized; otherwise None."""
     tables = [
         tensor.shape[0]
         for name, tensor in stored.items()
@@ -184,7 +184,10 @@ def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | 
 
 
 def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[str, str]:
-    """Return the name on disk by the model's name for a tensor: with the prefix of its base model or without."""
+    """Return a mapping from the model's tensor names to the names on disk.
+
+    A name on disk may have or lack the prefix of the base model.
+    """
     prefix = f"{getattr(base, 'base_model_prefix', '')}."
     known = set(map(_plain, base.state_dict()))
     names = {key: (key, prefix + key, key.removeprefix(prefix)) for key in on_disk}
@@ -192,5 +195,5 @@ def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[st
 
 
 def _plain(name: str) -> str:
-    """Return the name without what PEFT's layers add."""
+    """Return the name without the parts that PEFT's layers add."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)

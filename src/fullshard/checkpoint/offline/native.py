@@ -1,4 +1,4 @@
-"""Our own checkpoints as a source: every byte handed out has passed its checksum."""
+"""Read native checkpoints as a source. All returned bytes have passed their checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from fullshard.core.layout import Interval
 
 
 def open_native(path: Location) -> Source:
-    """Open a directory that `save_checkpoint` wrote, or raise an error that lists all that is missing or damaged."""
+    """Open a directory that `save_checkpoint` wrote.
+
+    Raises an error that lists everything that is missing or damaged.
+    """
     manifest = read_manifest(path)
     if problems := quick_problems(path, manifest):
         raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))

@@ -1,8 +1,8 @@
-"""Optimizer state as torch's programs store it, turned into the records of our manifest.
+"""Convert optimizer state in the formats of torch programs to records of the native manifest.
 
-They store `{"state": {PARAMETER: {KEY: value}}, "param_groups": [{..., "params": [PARAMETER, ...]}]}`, or the same
-flattened: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored; torch's
-AdamW, Adam and SGD can be recognised by their options, others must be named.
+The state is stored as `{"state": {PARAMETER: {KEY: value}}, "param_groups": [{..., "params": [PARAMETER, ...]}]}`, or
+flattened as `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored.
+torch's AdamW, Adam and SGD can be recognised by their options; other optimizers must be named.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ T = TypeVar("T")
 def optimizer_record(
     nested: Mapping[str, Any], parameters: Mapping[str, TensorRecord], *, where: str
 ) -> tuple[OptimizerRecord, dict[str, Any]]:
-    """Return the records of an optimizer's state dict, and by `PARAMETER/KEY` what has the elements of each tensor.
+    """Return the record of an optimizer's state dict, and its tensors keyed by `PARAMETER/KEY`.
 
-    `nested` has `state` and `param_groups` as described above. What has a `shape` and a `dtype` is a tensor.
+    `nested` has `state` and `param_groups` as described above. Any value with a `shape` and a `dtype` counts as a
+    tensor.
     """
     state, groups = nested.get("state"), nested.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
@@ -62,7 +63,10 @@ def optimizer_record(
 
 
 def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Return the nested form of flattened state. Options that are the same for several parameters make one group."""
+    """Convert flattened optimizer state to the nested form.
+
+    Parameters with the same options are put into one group.
+    """
     state: dict[str, dict[str, T]] = {}
     options: dict[str, dict[str, T]] = {}
     for name, value in flat.items():
@@ -83,7 +87,10 @@ def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> 
 
 
 def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[dict[str, Any], list[Any]]:
-    """Return state under numbers, with the names that optimizers made from `named_parameters()` keep."""
+    """Replace the numbers in an optimizer's state dict with parameter names.
+
+    Only optimizers that were created from `named_parameters()` store these names.
+    """
     if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         raise CheckpointError(
             f"{where} stores its state by number, so the parameters' names are unknown",
@@ -104,7 +111,7 @@ def _group(group: Mapping[str, Any], *, where: str) -> GroupRecord:
 
 
 def _kind(groups: tuple[GroupRecord, ...]) -> str:
-    """Return the class of the optimizer, empty if it cannot be told."""
+    """Return the class name of the optimizer, or an empty string if it cannot be recognised."""
     options = groups[0].options if groups else {}
     if "decoupled_weight_decay" in options and "betas" in options and "momentum_decay" not in options:
         return "AdamW" if options["decoupled_weight_decay"] else "Adam"

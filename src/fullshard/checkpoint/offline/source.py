@@ -1,8 +1,9 @@
-"""One view of every kind of checkpoint: named tensors of which any interval can be read.
+"""Present every kind of checkpoint as named tensors whose intervals can be read.
 
-A *source* is a checkpoint on disk, ours or a peer's. It says what it holds in the records of our own manifest, with
-no pieces where another program saved. What is written from a source needs no process group and no model, and holds
-one chunk of one tensor at a time. Each file `open`s or writes one format; `detect` tells them apart.
+A *source* is a checkpoint on disk, native or of another program. It describes its contents with the records of the
+native manifest, but without pieces if another program saved it. Writing from a source needs no process group and no
+model, and only one chunk of one tensor is in memory at a time. Each module opens or writes one format, and `detect`
+recognises the format of a file or directory.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ _WRAPPERS = torch_private.WRAPPERS | {"_fsdp_wrapped_module", "_fpw_module"}
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a checkpoint, without the elements.
+    """The contents of a checkpoint, without the elements of its tensors.
 
-    Only our own format tells parameters from buffers, and has `states` and a `manifest`; elsewhere all tensors are
-    parameters. The optimizer's `kind` is empty where the format does not store it. `notes` name what is not taken over.
+    Only the native format distinguishes parameters from buffers and has `states` and a `manifest`. For other formats
+    all tensors are parameters. The optimizer's `kind` is empty if the format does not store it. `notes` lists what is
+    not converted.
     """
 
     parameters: Mapping[str, TensorRecord]
@@ -56,11 +58,11 @@ class Contents:
 
     @property
     def model(self) -> dict[str, TensorRecord]:
-        """Parameters and buffers."""
+        """Return parameters and buffers in one dict."""
         return {**self.parameters, **self.buffers}
 
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
-        """Return every stored tensor of model and optimizer; state goes under `PARAMETER/KEY`."""
+        """Yield every stored tensor of the model and the optimizer. Optimizer state is named `PARAMETER/KEY`."""
         return stored_tensors(self.model, self.optimizer)
 
 
@@ -68,8 +70,9 @@ class Contents:
 class Source:
     """A checkpoint that can be read in parts.
 
-    `read` returns an interval of a flattened tensor, 1-D in host memory, for reading only. `places` are read besides
-    `path`. `rank_state` returns the small tensors that a rank saved whole for itself: generators, those in `states`.
+    `read` returns an interval of a flattened tensor as a read-only 1-D tensor in host memory. `places` are locations
+    that are read in addition to `path`. `rank_state` returns the small tensors that a rank saved completely: its random
+    number generators and the tensors in `states`.
     """
 
     title: str
@@ -81,7 +84,7 @@ class Source:
     close: Callable[[], None] = lambda: None
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return all of a tensor of the model, in its shape."""
+        """Return a full tensor of the model."""
         record = self.contents.model[name]
         return self.read("model", name, Interval(0, record.numel)).reshape(record.shape)
 
@@ -93,9 +96,9 @@ class Source:
 
 
 def refuse_around(source: Source, final: Location) -> None:
-    """Raise `CheckpointError` if what is written would replace a directory that the source lies in.
+    """Raise `CheckpointError` if the output would replace a directory that contains the source.
 
-    In its own place it may be written: that stays whole until the new one is.
+    Replacing the source itself is allowed, because it is kept until the output is complete.
     """
     for place in (source.path, *source.places):
         if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
@@ -115,19 +118,22 @@ def require_values(source: Source, hint: str | None = None) -> dict[str, TensorR
 
 
 def nbytes_of(record: TensorRecord) -> int:
-    """Return the bytes of all elements."""
+    """Return the size of all elements in bytes."""
     return record.numel * itemsize(record.dtype)
 
 
 def cast_record(record: RecordT, dtype: torch.dtype | None) -> RecordT:
-    """Return a record to be stored as `dtype`, as floating-point tensors are; None leaves it."""
+    """Return a record with its dtype changed to `dtype` if it is a floating-point tensor.
+
+    Return the record itself if `dtype` is None.
+    """
     if dtype is None or not dtype_of(record).is_floating_point:
         return record
     return record.model_copy(update={"dtype": dtype_name(dtype)})
 
 
 def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[Interval]:
-    """Return the interval (default: the whole tensor) in parts of at most 16 MiB."""
+    """Yield the parts of the interval (by default the full tensor), each of at most 16 MiB."""
     whole = Interval(0, record.numel) if interval is None else interval
     step = max(1, _HELD_NBYTES // itemsize(record.dtype))
     for start in range(whole.start, whole.stop, step):
@@ -135,7 +141,7 @@ def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[I
 
 
 def silent(nbytes: int) -> None:
-    """Report no progress."""
+    """Ignore progress."""
 
 
 def stream(
@@ -147,9 +153,9 @@ def stream(
     *,
     progress: Progress = silent,
 ) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor or of an interval of it, by chunk, cast on the way to the dtype of the record.
+    """Yield the bytes of a tensor or of an interval of it in chunks, cast to the dtype of the record.
 
-    The size of each chunk is reported once the caller has written it.
+    The size of each chunk is reported to `progress` after the caller has written it.
     """
     for part in chunks(record, interval):
         data = tensor_bytes(source.read(kind, name, part).to(dtype_of(record)))
@@ -158,7 +164,10 @@ def stream(
 
 
 def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:
-    """Return a record without pieces. Raises `CheckpointError` for a shape or dtype that no file of ours can have."""
+    """Return a record without pieces.
+
+    Raises `CheckpointError` for a shape or dtype that native checkpoints cannot store.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"{where} has dtype {name}, which safetensors cannot store")
@@ -168,12 +177,15 @@ def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str)
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers add."""
+    """Return a parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plain_names(named: Mapping[str, T]) -> dict[str, T]:
-    """Return the values under their plain names; a `module.` before all of them (DDP) goes too."""
+    """Return the values under their plain names.
+
+    If all names start with `module.` (from DDP), this prefix is also removed.
+    """
     plain = {plain_name(name): value for name, value in named.items()}
     if plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}

@@ -1,4 +1,4 @@
-"""State dicts in torch's own files as a source: Accelerate's FULL checkpoints, `.pt` files."""
+"""Read state dicts in torch's own file format as a source: Accelerate's FULL checkpoints and `.pt` files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A flattened tensor that begins at `offset` of consecutive 1-D tensors, possibly mapped from a file."""
+    """A flattened tensor that spans consecutive 1-D tensors, which may be mapped from a file.
+
+    Its elements start at `offset`.
+    """
 
     shape: tuple[int, ...]
     parts: Sequence[torch.Tensor]
@@ -29,11 +32,11 @@ class Pieces:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all parts."""
+        """Return the dtype of all parts."""
         return self.parts[0].dtype
 
     def read(self, interval: Interval) -> torch.Tensor:
-        """Return elements of the tensor."""
+        """Return an interval of the tensor."""
         wanted = interval.shift(self.offset)
         found, end = [], 0
         for part in self.parts:
@@ -45,9 +48,10 @@ class Pieces:
 
 
 def open_torch_state(title: str, path: Path, *, optimizer: Path | bool = True, notes: Sequence[str] = ()) -> Source:
-    """Open a file of `torch.save`: a state dict, or a dictionary that holds one as `model`, perhaps an optimizer's too.
+    """Open a file of `torch.save` as a source.
 
-    `optimizer` says whether to open the optimizer's state, or which file of its own has it.
+    It holds a state dict, or a dict with a state dict as `model` and possibly one of an optimizer. `optimizer` is
+    whether to open the optimizer's state, or the separate file that holds it.
     """
     loaded = load_torch_file(path)
     if not isinstance(loaded, Mapping):
@@ -80,7 +84,7 @@ def memory_source(
     where: str,
     notes: Sequence[str] = (),
 ) -> Source:
-    """Return a source of named tensors in memory or mapped, and of an optimizer's state dict if there is one."""
+    """Return a source of named tensors in memory or mapped from a file, with an optimizer's state dict if given."""
     if not weights:
         raise CheckpointError(f"{path} holds no tensors of a model")
     tensors: dict[tuple[Kind, str], Pieces] = {

@@ -1,7 +1,7 @@
-"""Write any source as a checkpoint of ours, for any world size. No process group, no model, one chunk at a time.
+"""Write any source as a native checkpoint for any world size, without a process group or a model.
 
-How a checkpoint is cut does not matter to who loads it. It is cut here as one bucket per dtype would be, so that a rank
-of a run of that size reads little but its own file.
+Only one chunk is in memory at a time. A checkpoint can be loaded however it is sharded. Here it is sharded like a run
+of that world size with one bucket per dtype, so that a rank of such a run reads little more than its own file.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def write_native(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write a checkpoint that `load_checkpoint` reads. Return what was not taken over, one line each.
+    """Write a checkpoint that `load_checkpoint` reads. Return one line about each part that was not converted.
 
-    It is cut for `world_size` ranks, all of one shard group. Random number generators are kept only if as many ranks
-    saved them. `dtype` casts floating-point tensors of the model; `optimizer_kind` is the class of the optimizer, where
-    the source does not say.
+    The checkpoint is sharded for `world_size` ranks in one shard group. Random number generators are kept only if the
+    source was saved at the same world size. `dtype` casts the floating-point tensors of the model. `optimizer_kind` is
+    the class of the optimizer, which is needed if the source does not store it.
     """
     contents = _as_stored(source, dtype, optimizer_kind)
     cut = _cut(contents, world_size)
@@ -95,7 +95,10 @@ def write_native(
 
 
 def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
-    """Return the contents in their stored form: cast, tied tensors once, the optimizer's class known."""
+    """Return the contents as they will be stored.
+
+    Tensors are cast, tied tensors appear once, and the optimizer's class is set.
+    """
     contents = source.contents
     require_values(source, hint="it was saved with an adapter whose base model lies elsewhere; load it in a run")
     parameters, optimizer = dict(contents.parameters), contents.optimizer
@@ -128,11 +131,11 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
 
 
 def _tied(source: Source) -> dict[str, list[str]]:
-    """Return the further names of each tied tensor: other formats store it per name, or do not say that it is tied.
+    """Return the other names of each tied tensor.
 
-    Tensors are one if they hold the same bytes and have the same optimizer state, or only the first has any. So nothing
-    is lost if they are not tied after all. Only matrices are looked at, and those that start differently are told apart
-    by that.
+    Other formats store a tied tensor under each name, or do not record that it is tied. Tensors count as tied if they
+    hold the same bytes, and their optimizer states are equal or only the first one has a state. So nothing is lost if
+    they are not really tied. Only matrices are compared, and the first elements are compared before everything else.
     """
     parameters, optimizer = source.contents.parameters, source.contents.optimizer
     state = optimizer.state if optimizer else {}
@@ -166,7 +169,7 @@ def _digest(source: Source, kind: Kind, name: str, record: TensorRecord) -> byte
 
 
 def _cut(contents: Contents, size: int) -> _Cut:
-    """Cut the tensors into one bucket per dtype and kind of file; replicated state goes to the first rank."""
+    """Shard the tensors as one bucket per dtype and kind of file. Replicated state is assigned to the first rank."""
     specs: dict[tuple[Kind, str], list[ParameterSpec]] = {}
     cut: _Cut = {}
     for kind, name, record in contents.tensors():
@@ -207,7 +210,7 @@ def _is_replicated(record: TensorRecord) -> bool:
 
 
 def _write_rank_states(new: Store, source: Source, world_size: int, notes: list[str]) -> dict[str, FileRecord]:
-    """Write the ranks' own state: all of it at the same world size, else that of rank 0 without generators."""
+    """Write the state of each rank at the same world size, otherwise that of rank 0 without its generators."""
     files = {}
     saved = source.contents.manifest.world_size if source.contents.manifest else 0
     if saved and saved != world_size:

@@ -1,8 +1,8 @@
-"""Per-rank files of torch_xla's FSDP and of TorchAcc as a source; neither torch_xla nor a device is needed.
+"""Read the per-rank files of torch_xla's FSDP and of TorchAcc as a source, without torch_xla or an XLA device.
 
-Each file is `{"model": state dict, "shard_metadata": ...}` of one rank. A shard is 1-D; the shards of all ranks one
-behind the other, cut to the original size, are the parameter. With `flatten_parameters` that is a flat parameter that
-holds several one behind the other, which `flatten_info` takes apart. Buffers are whole in every file.
+Each file holds `{"model": state dict, "shard_metadata": ...}` of one rank. A shard is 1-D. The parameter is the
+concatenation of the shards of all ranks, cut to its original size. With `flatten_parameters` it is a flat parameter
+that concatenates several others, which `flatten_info` describes. Every file holds complete buffers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Shard = tuple[str, tuple[int, ...], list[torch.Tensor]]
 
 
 def rank_files(directory: Path) -> list[Path]:
-    """Return the files that may be of one rank each; `is_rank_file` looks inside."""
+    """Return the files that could be files of one rank each. `is_rank_file` checks their contents."""
     names = (path for path in directory.iterdir() if path.suffix in (".pth", ".pt", ".bin") and path.is_file())
     return sorted(path for path in names if "rank" in path.name)
 
 
 def is_rank_file(path: Path) -> bool:
-    """Return whether a file is one of torch_xla's or TorchAcc's FSDP."""
+    """Return whether a file was written by the FSDP of torch_xla or TorchAcc."""
     loaded = load_torch_file(path)
     return isinstance(loaded, Mapping) and "shard_metadata" in loaded
 
 
 def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> Source:
-    """Open per-rank files: a model, and the optimizer's state if it is there. `path` is for messages."""
+    """Open per-rank files with a model and, if it exists, the optimizer's state. `path` is used in messages."""
     loaded = [
         value for value in map(load_torch_file, files) if isinstance(value, Mapping) and "shard_metadata" in value
     ]
@@ -57,7 +57,10 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> So
 
 
 def _by_rank(loaded: Sequence[Any], path: Path, what: str) -> list[Any]:
-    """Return the files' contents in rank order, which they state themselves: file names vary, and collide."""
+    """Return the files' contents in the order of the ranks that they contain.
+
+    File names cannot be used, because they vary and can collide.
+    """
     ranked = sorted((int(v["shard_metadata"]["rank"]), int(v["shard_metadata"]["world_size"])) for v in loaded)
     if ranked != [(rank, len(loaded)) for rank in range(len(loaded))]:
         held = ", ".join(f"{rank} of {size}" for rank, size in ranked[:20])
@@ -68,7 +71,7 @@ def _by_rank(loaded: Sequence[Any], path: Path, what: str) -> list[Any]:
 
 
 def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Source:
-    """Return the parameters of all ranks' files under plain names, and the optimizer's state."""
+    """Return a source with the parameters of all ranks' files under plain names, and the optimizer's state."""
     metadata, ranks = models[0]["shard_metadata"], [value["model"] for value in models]
     if any(list(rank) != list(ranks[0]) for rank in ranks):
         raise CheckpointError(f"{path}: the ranks do not hold the same parameters")
@@ -107,7 +110,7 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
 
 
 def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tuple[str, Pieces]]:
-    """Yield the parameters in a sharded one; usually that is the only one."""
+    """Yield the original parameters in a sharded parameter. Usually there is only one."""
     name, size, parts = shard
     unit, _, local = name.rpartition(".")
     names, shapes, numels = flat.get(name) or ([local], [size], [math.prod(size)])
@@ -124,7 +127,10 @@ def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tupl
 def _optimizer_state(
     path: Path, states: Sequence[Any], shards: Sequence[Shard], members: Callable[[Shard], dict[str, Pieces]]
 ) -> dict[str, Any]:
-    """Return the state that torch kept under numbers: those of the sharded parameters in the model's order."""
+    """Return the optimizer's state with parameter names.
+
+    torch numbers the state in the model's order of the sharded parameters.
+    """
     (options, *more), count = states[0]["param_groups"], len(shards)
     if more or list(options["params"]) != list(range(count)):
         raise CheckpointError(
