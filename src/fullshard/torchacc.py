@@ -1,6 +1,6 @@
 """TorchAcc's interface, under the name that scripts import: `import fullshard.torchacc as torchacc`.
 
-Where torch and torch_xla are those that go together, PyTorch/XLA trains; everywhere else fullshard's engine does.
+PyTorch/XLA trains if the installed versions of torch and torch_xla match; otherwise, fullshard's engine trains.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The parts of a rank's share that live in host memory while another device computes."""
+"""The parts of a rank's share that are kept in host memory while another device computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Four parts that can be in host memory, each by a switch of its own.
+    """Four parts that can be kept in host memory, each with a separate switch.
 
     | on the host | goes to the device | goes to the host |
     |---|---|---|
@@ -19,10 +19,10 @@ class Offload:
     | activations | in backward, one unit ahead | in forward, while the next unit computes |
 
     Attributes:
-        compute_shards: the input of the units' gathers, in the compute dtype. A frozen parameter has nothing else. A
-            trainable one whose main weights stay on the device is gathered from those, so nothing moves.
-        main_weights: the weights that the optimizer updates, on the host then.
-        activations: a unit's saved tensors. They are not sharded, so they are not a part of everything.
+        compute_shards: The input of the units' gathers, in the compute dtype. A frozen parameter has no other storage.
+            A trainable one with main weights on the device is gathered from these, so nothing moves.
+        main_weights: The weights that the optimizer updates, which it then does on the host.
+        activations: The saved tensors of a unit. They are not sharded, so `everything` does not include them.
     """
 
     compute_shards: bool = False
@@ -46,7 +46,7 @@ class Offload:
         optimizer_state: bool | None = None,
         activations: bool = False,
     ) -> Offload:
-        """Resolve switches: None means as `everything` has it, or, for the state, where the main weights are."""
+        """Resolve the switches. None means the value of `everything`; the state also follows the main weights."""
         main = everything if main_weights is None else main_weights
         return cls(
             everything if compute_shards is None else compute_shards,

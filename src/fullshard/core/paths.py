@@ -1,6 +1,6 @@
-"""One rule for text where a path is expected, which every entry point that takes a path applies.
+"""The rules for text where a path is expected. Every entry point that takes a path applies them.
 
-A path belongs to this host; `~` is the user's home directory. Text that `pathlib` would misread is refused: a URL,
+A path belongs to this host, and `~` is the user's home directory. Text that `pathlib` would misread is refused: URLs,
 because output for `s3://bucket` would end up in a folder `./s3:`, and empty text (from an unset shell variable), which
 would be the current folder.
 """
@@ -28,7 +28,7 @@ _ELSEWHERE = (
 
 
 def check_path(written: str) -> None:
-    """Refuse text that is no path on any host. A relative path that looks like a URL needs `./` in front."""
+    """Refuse text that is not a valid path on any host. A relative path that looks like a URL needs a leading `./`."""
     if not written.strip():
         raise ConfigError(f"{written!r} names nothing", hint="is a variable empty? The current folder is written .")
     if found := _URL.match(written):
@@ -48,7 +48,7 @@ def check_path(written: str) -> None:
 
 
 def looks_like_path(written: str) -> bool:
-    """Return whether a name can only be a path of a host, and not ORGANISATION/NAME of the hub."""
+    """Return whether a name must be a path, as opposed to the hub's ORGANIZATION/NAME."""
     return (
         written.startswith((".", "/", "~"))
         or "\\" in written
@@ -59,7 +59,7 @@ def looks_like_path(written: str) -> bool:
 
 
 def require_there(written: str) -> None:
-    """Refuse a path that does not exist where a hub name may stand, too: then no one need ask the hub for it."""
+    """Refuse a path that does not exist where a hub name is also allowed, so that the hub is not queried for it."""
     if looks_like_path(written) and not os.path.exists(written):  # noqa: PTH110 - a name of another system's is no Path
         is_of_windows = "\\" in written or _DRIVE.match(written)
         hint = "this host's paths have no drive and no \\" if is_of_windows else "check the path"
@@ -67,12 +67,12 @@ def require_there(written: str) -> None:
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
-    """Return the path that the user wrote, on this host; see `check_path`."""
+    """Return text from the user as a path on this host, after `check_path`."""
     return Path(local_name(text))
 
 
 def local_name(text: str | os.PathLike[str]) -> str:
-    """Return the same where a name may stand instead of a path; a name stays as it was written."""
+    """Return text from the user that may be a path or a name, after `check_path` and with `~` expanded."""
     written = os.fspath(text) if isinstance(text, str | os.PathLike) else str(text)
     check_path(written)
     if not written.startswith("~"):

@@ -1,4 +1,4 @@
-"""A process as others see it: its number, its machine, and a page that says what it did last."""
+"""Descriptions of a process for other processes: its ID, its machine, and a file with its last activity."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _NBYTES = 512
 
 
 def this_process() -> str:
-    """Return this process's number and host, for others to read."""
+    """Return a description of this process that contains its ID and host."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def this_machine() -> str:
-    """Return what processes that see each other's numbers share: a boot, and a namespace of processes."""
+    """Return the boot ID and PID namespace, which processes share if each can see the other's process ID."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 class StatusFile:
-    """A line in a page of a file, made anew, which outlasts this process however that ends."""
+    """A line in a memory-mapped file, which remains readable however this process ends."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -30,13 +30,13 @@ class StatusFile:
             self._page = mmap.mmap(file.fileno(), _NBYTES)
 
     def write(self, line: str) -> None:
-        """Replace the line."""
+        """Replace the line in the file."""
         data = f"{line}\n".encode("utf-8", "replace")[:_NBYTES]
         self._page[: len(data)] = data
 
 
 def read_status(path: Path) -> str:
-    """Return the last line that a process wrote there; empty if it never wrote one."""
+    """Return the last line that a process wrote to the file, or an empty string if there is none."""
     try:
         return path.read_bytes().split(b"\n")[0].strip(b"\0").decode("utf-8", "replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The torch versions this works with, checked on import and not in the middle of a run. Imports no torch."""
+"""The supported versions of torch, which are checked on import instead of during a run. No torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ XLA_TORCH = (2, 9)
 
 
 def is_too_old(version: str) -> bool:
-    """Return whether a torch of this version, such as `2.13.0+cpu`, is older than the oldest supported one."""
+    """Return whether a torch version, such as `2.13.0+cpu`, is older than the oldest supported one."""
     return _release(version) < OLDEST_TORCH
 
 
 def require_torch() -> None:
-    """Refuse an unsupported torch; the lowest packages that use torch call this first."""
+    """Refuse an unsupported torch. The lowest-level packages that use torch call this first."""
     version = version_of("torch")
     if version is not None and is_too_old(version):  # else it is built from source, or missing: the import will tell
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -32,7 +32,7 @@ def require_torch() -> None:
 
 
 def why_no_xla() -> str | None:
-    """Say why the packages here cannot train through PyTorch/XLA, as the end of a sentence; None if they can."""
+    """Return why the installed packages cannot train through PyTorch/XLA, as a clause, or None if they can."""
     xla, torch = version_of("torch_xla"), version_of("torch")
     if xla is None or torch is None:
         return f"{'torch_xla' if xla is None else 'torch'} is not installed"
@@ -40,7 +40,7 @@ def why_no_xla() -> str | None:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return a distribution's version; None: it is not installed. fullshard's own is always known."""
+    """Return a distribution's version, or None if it is not installed. The version of fullshard is always available."""
     if distribution == "fullshard":
         return __version__
     try:
@@ -50,5 +50,5 @@ def version_of(distribution: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and minor number."""
+    """Return the major and minor version numbers."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())

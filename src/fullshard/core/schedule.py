@@ -1,8 +1,8 @@
-"""The order of work that all ranks of a model share: the engine follows it, and the planner predicts it. No torch.
+"""The order of collectives that all ranks of a model share. The engine follows it, and the planner predicts it.
 
-gathers      in forward order as it happens; ahead of need only along an order all ranks were seen to agree on
-reductions   in the reverse of the first forward's order; one that is ready early waits for its turn
-in flight    one gather ahead and one reduction behind, which bounds the memory of what is unsharded
+gathers      in forward order as it happens; prefetched only along an order that all ranks have agreed on
+reductions   in the reverse of the first forward's order; a reduction that is ready early waits for its turn
+in flight    one gather ahead and one reduction behind, which bounds the memory of unsharded tensors
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BucketT = TypeVar("BucketT", bound=Hashable)
 
 
 class BackwardPrefetch(StrEnum):
-    """The moment at which backward unshards the unit it will need next."""
+    """The time at which backward unshards the unit that it needs next."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
     """before the current unit's gradients are computed: most overlap, two units unsharded at once"""
@@ -34,18 +34,18 @@ class BackwardPrefetch(StrEnum):
 
 
 def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:
-    """Return the unit to gather while `unit` runs forward: its successor in `order`, that of the forward before.
+    """Return the unit to gather while `unit` runs forward: the unit after it in `order`, the previous forward's order.
 
-    `begun` units have begun in this forward, `unit` as the last. If it had another place in `order`, the next one is
-    unknown.
+    `begun` is the number of units that have begun in this forward, including `unit`. Return None if `unit` has moved,
+    because its successor is then unknown.
     """
     return order[begun] if begun < len(order) and order[begun - 1] is unit else None
 
 
 def count_kept(nbytes: Iterable[int], budget: int) -> int:
-    """Return how many units stay unsharded between forward and backward: as many as `budget` bytes hold.
+    """Return the number of units to keep unsharded from forward to backward, as many as fit in `budget` bytes.
 
-    The unit whose backward comes first is at the front, because it is kept for the shortest time.
+    The units are in backward order, because the first unit in backward is kept for the shortest time.
     """
     count = 0
     for each in nbytes:
@@ -57,20 +57,20 @@ def count_kept(nbytes: Iterable[int], budget: int) -> int:
 
 
 def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:
-    """Return how many later launches it takes until a reduction has been waited for along both axes of its mesh.
+    """Return the number of later launches after which a reduction has been waited for along both axes of its mesh.
 
-    A launch beyond the limit waits for the oldest along the shard axis; along the other it is over one launch later.
+    A launch beyond the limit waits for the oldest reduction along the shard axis, and the next launch along the other.
     """
     return 0 if shard_size * replicate_size == 1 else in_flight + (replicate_size > 1)
 
 
 class Reductions(Generic[BucketT]):
-    """The reductions of one backward: which one is launched next, and which are over.
+    """The reductions of one backward, which determine the next launch and the finished reductions.
 
     Attributes:
-        in_flight: how many may be under way when another is launched.
-        launched: in the order they were.
-        waiting: buckets whose gradient is not published yet, each with the number of its launch, from 1.
+        in_flight: The number of reductions that may be in flight when another one is launched.
+        launched: The buckets in the order in which they were launched.
+        waiting: The buckets with unpublished gradients, each with the number of its launch, from 1.
     """
 
     def __init__(self) -> None:
@@ -78,38 +78,38 @@ class Reductions(Generic[BucketT]):
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything at the end of a backward."""
+        """Reset the state at the end of a backward."""
         self._queue: deque[BucketT] = deque()
         self._ready: set[BucketT] = set()
         self.launched: list[BucketT] = []
         self.waiting: dict[BucketT, int] = {}
 
     def expect(self, buckets: Iterable[BucketT]) -> None:
-        """Queue these buckets for reduction, after those that are queued already."""
+        """Append the buckets to the queue of reductions."""
         self._queue.extend(buckets)
 
     def complete(self, bucket: BucketT) -> Iterator[BucketT]:
-        """Note that all gradients of a bucket exist, and yield the buckets due: it and those before it are complete."""
+        """Record that all gradients of a bucket exist, and yield the buckets that are next in line and complete."""
         self._ready.add(bucket)
         while self._queue and self._queue[0] in self._ready:
             yield self._queue.popleft()
 
     def rest(self) -> Iterator[BucketT]:
-        """Yield the buckets that never became complete, at the end of backward: every rank reduces them anyway."""
+        """Yield the buckets that are incomplete at the end of backward, because every rank reduces them anyway."""
         while self._queue:
             yield self._queue.popleft()
 
     def launch(self, bucket: BucketT) -> BucketT | None:
-        """Note a launch, and return the reduction to wait for if too many are under way."""
+        """Record a launch, and return the reduction that must be waited for if too many are in flight."""
         self.launched.append(bucket)
         self.waiting[bucket] = len(self.launched)
         return self.launched[-self.in_flight - 1] if len(self.launched) > self.in_flight else None
 
     def latest(self) -> list[BucketT]:
-        """Return the waiting reductions that the last launch may have ended."""
+        """Return the waiting reductions that the last launch may have finished."""
         return [bucket for bucket in self.launched[-self.in_flight - 2 :] if bucket in self.waiting]
 
     def is_over(self, bucket: BucketT, shard_size: int, replicate_size: int) -> bool:
-        """Return whether a waiting reduction has been waited for already, along both axes of its mesh."""
+        """Return whether a waiting reduction has already been waited for along both axes of its mesh."""
         younger = len(self.launched) - self.waiting[bucket]
         return younger >= launched_until_over(shard_size, replicate_size, self.in_flight)

@@ -1,4 +1,4 @@
-"""Sizes for people. GiB = 2**30 bytes and GB = 10**9 bytes; fullshard prints GiB and always says so."""
+"""Sizes for display. GiB = 2**30 bytes and GB = 10**9 bytes; fullshard always prints GiB with its unit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SUM_BLOCK_NBYTES = 512 * KIB
 
 
 def sum_blocks(terms: int, *, is_cast: bool) -> int:
-    """Return the extra blocks of memory of a sum: one per level of its tree, plus casts; in place, two take none."""
+    """Return the extra memory blocks of a sum: one per level of its tree, plus casts. Two in place need none."""
     return (terms - 1).bit_length() + is_cast if is_cast or terms > 2 else 0
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Format bytes in the largest binary unit that keeps the number at or above 1: `1.50 GiB`."""
+    """Format a number of bytes in the largest binary unit that keeps the value at or above 1, as in `1.50 GiB`."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -29,7 +29,7 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def format_count(count: float) -> str:
-    """Format a count of parameters or tokens: `124.4 M`."""
+    """Format a count of parameters or tokens, as in `124.4 M`."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= unit:
             return f"{count / unit:.1f} {name}"
@@ -37,7 +37,7 @@ def format_count(count: float) -> str:
 
 
 def parse_count(text: str) -> float | None:
-    """Parse what `format_count` writes, `7B` and `15e9`; return None for anything else, or if no float holds it."""
+    """Parse the output of `format_count`, `7B`, or `15e9`. Return None for other text or if a float overflows."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
     if match is None:
         return None
@@ -50,16 +50,16 @@ PACKED_BLOCK_NUMEL = 256
 
 
 def packed_nbytes(numel: int, itemsize: int) -> int:
-    """Return the bytes of a message of `numel` elements of `itemsize` bytes each, with scales if that is 1.
+    """Return the bytes of a message of `numel` elements of `itemsize` bytes, including scales if `itemsize` is 1.
 
-    Both parts are multiples of 16 bytes.
+    The elements and the scales are each padded to a multiple of 16 bytes.
     """
     scales = 4 * -(-numel // PACKED_BLOCK_NUMEL) if itemsize == 1 else 0
     return round_up(itemsize * numel, 16) + round_up(scales, 16)
 
 
 def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """Return what one of `ranks` ranks sends to sum a buffer of `nbytes`: a reduce-scatter, then an all-gather."""
+    """Return the bytes that each rank sends to sum a buffer of `nbytes` by a reduce-scatter and an all-gather."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 

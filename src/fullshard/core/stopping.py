@@ -1,6 +1,6 @@
-"""Agreement of the ranks to stop: one wants to, and all learn of it at the end of the same backward.
+"""Agreement among the ranks to stop: if one requests it, all ranks learn of it at the end of the same backward.
 
-The request travels in the message that ends every backward (`features.preemption`), so it costs nothing.
+The request is part of the message that ends every backward (`features.preemption`), so it adds no communication.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ class Stopping:
     """The stop request of this process.
 
     Attributes:
-        is_listened_to: the script asks whether to stop; the same on every rank.
-        is_wanted: this rank wants to stop.
-        is_agreed: all ranks know that one wants to stop.
+        is_listened_to: Whether the script checks for requests to stop, which is the same on every rank.
+        is_wanted: Whether this rank requests to stop.
+        is_agreed: Whether all ranks know that a rank requests to stop.
     """
 
     is_listened_to: bool = False

@@ -1,8 +1,8 @@
-"""Sharding strategies as rows of data.
+"""The table of sharding strategies.
 
-A strategy has a placement per mesh axis for parameters, for gradients and for the optimizer's state, and says whether
-unsharded parameters are dropped after forward. These and the axes' sizes decide everything at run time: collectives run
-on an axis of size > 1 and do nothing on an axis of size 1, so no code below compares a strategy's name.
+A strategy has placements of parameters, gradients, and optimizer state on each mesh axis, and specifies whether
+unsharded parameters are freed after forward. These and the axis sizes determine all collectives. A collective runs
+if its axis has more than one rank and is skipped otherwise, so no other code depends on the name of a strategy.
 
     gather  (shard axis)      sharded -> unsharded parameters      all-gather
     reduce  (shard axis)      partial -> sharded gradients         reduce-scatter
@@ -28,7 +28,7 @@ class Placement(StrEnum):
 
 
 class Axis(StrEnum):
-    """The axes of data parallelism's device mesh, outer first."""
+    """The axes of the data-parallel device mesh, from the outermost to the innermost."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -40,14 +40,14 @@ Placements = Mapping[Axis, Placement]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One row of the strategy table.
+    """A row of the strategy table.
 
     Attributes:
-        name: the name users write, for example `FULL_SHARD`.
-        code: the number Accelerate gives it; None if it has none.
-        parameters, gradients, optimizer_state: their placements, all on the same axes. All that is sharded has the same
+        name: The name that users write, such as `FULL_SHARD`.
+        code: The number in Accelerate, or None if it has none.
+        parameters, gradients, optimizer_state: The placements, all on the same axes. Whatever is sharded has the same
             intervals.
-        frees_after_forward: whether unsharded parameters are dropped between forward and backward.
+        frees_after_forward: Whether unsharded parameters are freed between forward and backward.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Strategy:
 
     @property
     def placements(self) -> tuple[Placements, Placements, Placements]:
-        """Placements of parameters, gradients and optimizer state."""
+        """Return the placements of parameters, gradients, and optimizer state."""
         return self.parameters, self.gradients, self.optimizer_state
 
     @property
@@ -69,42 +69,42 @@ class Strategy:
 
     @property
     def is_hybrid(self) -> bool:
-        """Return whether it has shard groups and replicas of them, so that it needs a shard size."""
+        """Return whether the strategy has shard groups and replicas of them, and thus needs a shard size."""
         return len(self.optimizer_state) == len(Axis)
 
     @property
     def keeps_parameters(self) -> bool:
-        """Return whether every rank holds whole parameters from their gather until the next optimizer step."""
+        """Return whether every rank holds unsharded parameters from their gather until the next optimizer step."""
         return self.parameters.get(Axis.SHARD) is Placement.REPLICATE
 
     @property
     def keeps_gradients(self) -> bool:
-        """Return whether every rank sums whole gradients, and reduces them with a step's last micro-batch."""
+        """Return whether every rank accumulates unsharded gradients and reduces them in a step's last micro-batch."""
         return self.gradients.get(Axis.SHARD) is Placement.REPLICATE
 
     def freeing(self, after_forward: bool) -> Strategy | None:
-        """Return the row that differs only, if at all, in what it does after forward; None if there is none."""
+        """Return the row with the same placements and the given behavior after forward, or None if there is none."""
         rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
         return next((row for row in rows if row.frees_after_forward == after_forward), None)
 
     def with_axes(self, *axes: Axis) -> Strategy:
-        """Return the row of these axes with this row's behaviour after forward, or else the first of those rows."""
+        """Return the row with these axes and the same behavior after forward, or else the first row with these axes."""
         rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
         return next((row for row in rows if row.frees_after_forward == self.frees_after_forward), rows[0])
 
     def shard_size_on(self, ranks_per_host: int, shard_size: int | None) -> int | None:
-        """Return the ranks per shard group for `shard_size`; without one, a hybrid strategy uses one host's ranks."""
+        """Return `shard_size`, or the number of ranks per host if it is None and the strategy is hybrid."""
         return ranks_per_host if self.is_hybrid and shard_size is None else shard_size
 
     def mesh_shape(self, world_size: int, shard_size: int | None) -> tuple[int, int]:
-        """Return `(replicate size, shard size)` of the mesh, whose product is `world_size`.
+        """Return the mesh shape `(replicate size, shard size)`. The product of the two sizes is `world_size`.
 
         Args:
-            world_size: number of ranks.
-            shard_size: ranks per shard group; only for strategies with both axes, where it is required.
+            world_size: The number of ranks.
+            shard_size: The number of ranks per shard group. Only for strategies with both axes, which require it.
 
         Raises:
-            ConfigError: the size is missing, given where there is no choice, or does not divide the world size.
+            ConfigError: If the size is missing, contradicts the strategy, or does not divide the world size.
         """
         if not self.shards:
             expected = 1
@@ -134,7 +134,7 @@ class Strategy:
         keeps_parameters: bool = False,
         keeps_gradients: bool = False,
     ) -> bool:
-        """Return whether a mesh of this shape, with this done after forward and after backward, is this row."""
+        """Return whether this row describes a mesh of this shape with this behavior after forward and backward."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
         requested = (reshards_after_forward, keeps_parameters, keeps_gradients)
         own = (self.frees_after_forward, self.keeps_parameters, self.keeps_gradients)
@@ -162,7 +162,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def replicas(world_size: int, shard_size: int) -> int:
-    """Return the number of shard groups of that size. Raises `ConfigError` if the ranks do not divide evenly."""
+    """Return the number of shard groups of this size. Raise `ConfigError` if it does not divide the world size."""
     if shard_size < 1 or world_size % shard_size:
         divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
         raise ConfigError(
@@ -175,10 +175,10 @@ _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
 
 
 def parse_strategy(value: object) -> Strategy:
-    """Return the row for a name (any case, `-` or `_` or space), a code (1 to 5, also as text), or a row itself.
+    """Return the row for a name (any case, with `-`, `_`, or a space), a code from 1 to 5, or a row itself.
 
     Raises:
-        ConfigError: no such strategy; the message lists all.
+        ConfigError: If there is no such strategy. The message lists all strategies.
     """
     if isinstance(value, Strategy):
         return value

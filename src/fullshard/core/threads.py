@@ -1,8 +1,8 @@
-"""Start threads that are at rest before the interpreter ends.
+"""Threads that stop before the interpreter shuts down.
 
-Up to Python 3.13 an ending interpreter kills each thread that returns to it. Torch's calls and Gloo's own threads
-return from C++ code, which cannot be killed this way: the process aborts with "terminate called without an active
-exception" (https://github.com/pytorch/pytorch/issues/190489).
+Up to Python 3.13, an interpreter that shuts down kills each thread that returns to it. Torch's calls and Gloo's own
+threads return from C++ code, which cannot be killed this way, so the process aborts with "terminate called without an
+active exception" (https://github.com/pytorch/pytorch/issues/190489).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKe
 def start_thread(
     name: str, body: Callable[..., object], arguments: tuple[object, ...], stop: Callable[[], object]
 ) -> Thread:
-    """Start a daemon thread, and call `stop` to end it before the interpreter ends.
+    """Start a daemon thread, and arrange that `stop` is called to end it before the interpreter shuts down.
 
-    `body` must not keep anything alive whose end stops the thread.
+    `body` must not hold a reference to any object that stops the thread when it is deleted.
     """
     rest_at_exit()
     thread = Thread(target=body, args=arguments, name=name, daemon=True)
@@ -39,9 +39,9 @@ def start_thread(
 
 @functools.cache
 def rest_at_exit() -> None:
-    """Stop these threads, and wait for Gloo's, when the interpreter ends.
+    """Stop these threads and wait for Gloo's threads when the interpreter shuts down.
 
-    Exit handlers run in reverse order, so those that a script registers later can still use the threads.
+    Exit handlers run in reverse order, so handlers that a script registers later can still use the threads.
     """
     atexit.register(_rest)
 
@@ -57,10 +57,10 @@ def _rest() -> None:
 
 
 def wait_for_gloo() -> None:
-    """Wait until Gloo's threads have let go of the tensors of the last operation.
+    """Wait until Gloo's threads have released the tensors of the last operation.
 
-    They let go after the end of the operation, and need the interpreter for it. A thread that neither ran nor was kept
-    from running while this one slept is waiting for its next operation, and there will be none.
+    They release them after the operation ends and need the interpreter for this. A thread that did not run during the
+    sleep, and was not waiting to run, is waiting for its next operation, which will not come.
     """
     deadline = time.monotonic() + _GLOO_SECONDS
     before, now = None, _gloo_threads()
@@ -70,7 +70,7 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_threads() -> list[str]:
-    """Return the state of each thread that runs operations, and how often it was put to sleep; Linux only."""
+    """Return the state and the context switches of each Gloo thread that runs operations. Works on Linux only."""
     found = []
     for path in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # or it has just ended

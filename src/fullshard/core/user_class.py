@@ -1,4 +1,4 @@
-"""A module's class before it became a unit, whose class is a subclass of it, and its forward before it was replaced."""
+"""The class of a module before it became a unit (the base class of its current class) and its original forward."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ USER_CLASS = "_fullshard_user_class"
 
 
 def user_class(module: object) -> type:
-    """Return the class that the user wrote, which names model architectures and layer classes."""
+    """Return the class that the user wrote, which model architectures and layer classes refer to by name."""
     cls = type(module)
     written: type = cls.__dict__.get(USER_CLASS, cls)
     return written
 
 
 def inner_forward(module: Any, key: str) -> Callable[..., Any]:
-    """Return the replaced forward, kept in the module's `__dict__` under `key`; None there stands for the class's.
+    """Return the original forward, which is in the module's `__dict__` under `key`, or None for the class's forward.
 
-    So a deep copy, whose `__dict__` holds None too, runs the class's forward on itself.
+    A deep copy, whose `__dict__` also contains None, therefore runs the class's forward on itself.
     """
     replaced: Callable[..., Any] | None = module.__dict__[key]
     return replaced if replaced is not None else MethodType(type(module).forward, module)

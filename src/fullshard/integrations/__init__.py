@@ -1,1 +1,1 @@
-"""Adapters to other libraries, each importable only if that library is there."""
+"""Adapters for other libraries. Each can only be imported if its library is installed."""

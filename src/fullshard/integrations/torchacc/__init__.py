@@ -1,4 +1,4 @@
-"""TorchAcc's interface over fullshard's engine. Scripts import it as `fullshard.torchacc`; see `docs/torchacc.md`.
+"""TorchAcc's interface to fullshard's engine. Scripts import it as `fullshard.torchacc`; see `docs/torchacc.md`.
 
 import fullshard.torchacc as torchacc
 

@@ -17,15 +17,16 @@ _scaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A scaler of the loss like torch's. An overflow on any rank makes every rank skip the step.
+    """A loss scaler like torch's. If a gradient overflows on any rank, all ranks skip the step.
 
     Args:
-        init_scale: the first scale.
-        growth_factor: it grows by this after `growth_interval` steps without overflow.
-        backoff_factor: it shrinks by this at an overflow.
-        growth_interval: in steps.
-        enabled: False makes all calls pass through.
-        use_zero_grad: steps with zeroed gradients instead of skipping in TorchAcc; here a step is skipped either way.
+        init_scale: The initial scale.
+        growth_factor: The factor by which the scale grows after `growth_interval` steps without overflow.
+        backoff_factor: The factor by which the scale shrinks after an overflow.
+        growth_interval: The number of steps without overflow after which the scale grows.
+        enabled: If False, all calls pass through.
+        use_zero_grad: Has no effect. In TorchAcc, an overflow leads to a step with zero gradients instead of a skipped
+            step; here the step is always skipped.
     """
 
     def __init__(
@@ -42,14 +43,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(lazy_device().type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step unless a gradient on some rank overflowed."""
+        """Perform the optimizer step unless a gradient overflowed on some rank."""
         if self.is_enabled():
             _scaled.add(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
 
 def require_scaler(model: nn.Module) -> None:
-    """Refuse steps on `model` by an optimizer that no scaler steps: small float16 gradients would have become zero."""
+    """Refuse steps on `model` by an optimizer without a scaler, because small float16 gradients underflow to zero."""
     reference = weakref.ref(model)
 
     def check(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

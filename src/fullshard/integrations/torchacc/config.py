@@ -1,4 +1,4 @@
-"""TorchAcc's module of this name. The fields, and what becomes of each, are in `fullshard.config.torchacc`."""
+"""TorchAcc's module of this name. `fullshard.config.torchacc` defines the fields and their effects."""
 
 from fullshard.config.torchacc import (
     ComputeConfig,

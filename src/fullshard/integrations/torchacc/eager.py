@@ -1,4 +1,4 @@
-"""TorchAcc's functions for PyTorch/XLA, which records operations and runs them later. Here they run at once."""
+"""TorchAcc's functions for PyTorch/XLA, which records operations and runs them later. Here they run immediately."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fullshard.api.state import ProcessState, launched_device
 
 
 def joined() -> ProcessState:
-    """Return this process's place in the job; join if a launcher started it and no earlier call has joined."""
+    """Return this process's place in the job. Join the job first if a launcher started it and it has not joined yet."""
     return ProcessState.start(device=launched_device())
 
 
 def sync(wait: bool = False) -> None:
-    """Wait for the device if `wait` is set; there is no recorded graph to run."""
+    """Wait for the device if `wait` is set. There is no recorded graph to run."""
     if wait and torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """Do what `sync` does. `reset_scope` concerns the recording, of which there is none."""
+    """Do the same as `sync`. `reset_scope` has no effect, because operations are not recorded."""
     sync(wait)
 
 
@@ -32,20 +32,23 @@ def lazy_device() -> torch.device:
 
 
 def is_lazy_device(device: torch.device | str) -> bool:
-    """Return False: no device here records operations to run them later."""
+    """Return False, because no device records operations to run them later."""
     return False
 
 
 def is_lazy_tensor(tensor: torch.Tensor) -> bool:
-    """Return False: every tensor has its values."""
+    """Return False, because the values of every tensor exist."""
     return False
 
 
 def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients the optimizer will use, averaged over all ranks; of sharded parameters `ShardedTensor`s."""
+    """Return the gradients that the optimizer will use, averaged over all ranks.
+
+    Gradients of sharded parameters are `ShardedTensor`s.
+    """
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def send_cpu_data_to_device(data: Any, device: torch.device | str, input_sharding: None = None) -> Any:
-    """Return `data` with its tensors on `device`, in any nesting of lists, tuples and mappings."""
+    """Return `data`, any nesting of lists, tuples, and mappings, with its tensors on `device`."""
     return send_to_device(data, torch.device(device))

@@ -1,4 +1,4 @@
-"""`torchacc.accelerate`: one call that shards the model and divides the data."""
+"""`torchacc.accelerate`, which shards a model and distributes its data in one call."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from fullshard.wrap.policies import Auto, ByClass
 
 
 class AcceleratedModel:
-    """Mixed into the class of the model that `accelerate` returns, which is the model it was given.
+    """A mixin for the class of the model that `accelerate` returns, which is the model it received.
 
-    Its own attributes stay: `model.config` is Hugging Face's, and `generate` works.
+    The model keeps its attributes: `model.config` is still Hugging Face's, and `generate` works.
     """
 
     @property
     def device(self) -> torch.device:
-        """The device on which this rank computes."""
+        """Return the device on which this rank computes."""
         return device_of(self)  # type: ignore[arg-type]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients to a norm of at most `max_norm` over all ranks. Returns the norm before."""
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`. Return the previous norm."""
         return clip_grad_norm_(self, max_norm, norm_type)  # type: ignore[arg-type]
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """Return the places of this rank's slices, to be saved beside `state_dict()`."""
+        """Return the positions of this rank's slices, which should be saved with `state_dict()`."""
         return shard_metadata(self)  # type: ignore[arg-type]
 
     def sharded_optim_state_dict(self, optim: torch.optim.Optimizer) -> dict[str, Any]:
@@ -55,7 +55,10 @@ class AcceleratedModel:
     def full_optim_state_dict(
         self, optim: torch.optim.Optimizer, rank0_only: bool = True, cpu_offload: bool = True
     ) -> dict[str, Any]:
-        """Return the optimizer's state with whole tensors; empty on other ranks with `rank0_only`. A collective."""
+        """Return the optimizer's state with unsharded tensors. This is a collective.
+
+        With `rank0_only`, the result is empty on all ranks other than rank 0.
+        """
         keep = not rank0_only or joined().environment.is_main
         whole = whole_optimizer_state(optim.state_dict(), keep=keep, cpu=cpu_offload)
         return whole if keep else {}
@@ -63,11 +66,14 @@ class AcceleratedModel:
     def optim_state_dict_to_load(
         self, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any], rank0_only: bool = True
     ) -> dict[str, Any]:
-        """Return the state for `optim.load_state_dict`; with `rank0_only`, rank 0 sends its own: a collective then."""
+        """Return the state for `optim.load_state_dict`.
+
+        With `rank0_only`, rank 0 sends its state to the other ranks, which makes the call a collective.
+        """
         return broadcast_object(optim_state_dict) if rank0_only else optim_state_dict
 
     def forward_backward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: this belongs to pipeline parallelism."""
+        """Raise an error, because this function belongs to pipeline parallelism."""
         raise ConfigError(
             "forward_backward belongs to pipeline parallelism, which is not supported",
             hint="write loss = model(...); loss.backward()",
@@ -79,23 +85,23 @@ def accelerate(
     dataloader: DataLoader[Any] | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Shard a model in place and divide a data loader over the ranks. The loop stays as it was.
+    """Shard a model in place and distribute a data loader over the ranks. The training loop does not change.
 
-    All ranks start from rank 0's weights. The loader's batch size is that of each rank, and each sample goes to one
-    rank. Make the optimizer afterwards, from `model.parameters()`.
+    All ranks start from rank 0's weights. The loader's batch size applies to each rank, and each sample goes to one
+    rank. Create the optimizer afterwards, from `model.parameters()`.
 
     Args:
-        model: the model; on any device.
-        dataloader: its batches arrive on the rank's device.
-        config: a `Config`, a dict or the path of a YAML file with its fields. Default: all defaults, so every rank
-            holds the whole model.
+        model: The model, on any device.
+        dataloader: The data loader. Its batches are moved to the rank's device.
+        config: A `Config`, a dict, or the path of a YAML file with its fields. By default, all fields have their
+            defaults, so every rank holds the unsharded model.
 
     Returns:
-        `(model, dataloader)`, or the model alone if no loader was given.
+        `(model, dataloader)`, or only the model if no loader was given.
 
     Raises:
-        ConfigError: a field that cannot be honoured on these ranks, or a model that is sharded already.
-        WrapError: a class name the model does not have.
+        ConfigError: If a field is not supported on these ranks, or if the model is sharded already.
+        WrapError: If the model does not have a class of the given name.
     """
     config = Config.of(config)
     config.validate()

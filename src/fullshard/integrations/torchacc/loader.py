@@ -1,4 +1,4 @@
-"""`AsyncLoader`: batches padded to one of a few lengths, on the device."""
+"""`AsyncLoader`, which pads batches to one of a few lengths and moves them to the device."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ _NO_EFFECT = {
 
 
 class AsyncLoader:
-    """Iterates a loader, pads its batches and puts them on the device. Other attributes are the loader's.
+    """A loader that pads the batches of another loader and moves them to the device.
+
+    Other attributes are those of the wrapped loader.
 
     Args:
-        loader: the loader; one that divides its data over the ranks, or only this rank's.
-        device: where batches are put.
-        buckets: the lengths batches are padded to, rising. A longer batch becomes a bucket of its own.
-        max_length: instead of `buckets`: the longest, the others at equal distances below it.
-        num_buckets: how many with `max_length`.
-        pad_value_dict: by key of a batch, what to pad with; by default `input_ids` and `attention_mask` with 0,
-            `labels` with -100. Tensors of fewer than two dims (one value per sample) are left as they are.
-        other: TorchAcc's other arguments; they have no effect, which is said.
+        loader: The loader. It either divides its data over the ranks or only has this rank's data.
+        device: The device to which batches are moved.
+        buckets: The lengths to which batches are padded, in ascending order. The length of a longer batch is added to
+            the buckets.
+        max_length: The largest length, as an alternative to `buckets`. The other lengths are evenly spaced below it.
+        num_buckets: The number of lengths if `max_length` is given.
+        pad_value_dict: The value to pad with for each key of a batch. By default, `input_ids` and `attention_mask` are
+            padded with 0 and `labels` with -100. Tensors with fewer than two dims (one value per sample) are not
+            padded.
+        other: TorchAcc's other arguments, which have no effect. A message about each is printed.
 
     Raises:
-        ConfigError: an argument that is wrong.
+        ConfigError: If an argument is invalid.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class AsyncLoader:
         return getattr(self.loader, name)
 
     def _padded(self, batch: Any, lengths: list[int]) -> dict[str, Any]:
-        """Return a batch whose tensors end at the next bucket, so that shapes stay few."""
+        """Return a batch with its tensors padded to the next bucket, so that the number of shapes stays small."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"buckets pad batches that are dicts, key by key; got a {type(batch).__name__}",

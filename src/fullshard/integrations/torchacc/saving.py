@@ -1,7 +1,7 @@
-"""Saving and consolidation as TorchAcc scripts write them, without losing any rank's part.
+"""Saving and consolidation with TorchAcc's interface, without losing the data of any rank.
 
-Every rank's file has torch_xla's metadata, so `fullshard ckpt import` reads it as well. Whole tensors pass through the
-memory of one host; `fullshard.checkpoint` has no such bound.
+The file of every rank has torch_xla's metadata, so `fullshard ckpt import` also reads it. Unsharded tensors must fit in
+the memory of one host, which `fullshard.checkpoint` does not require.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _OWN_NAME = re.compile(r"rank-?(\d+)-of-(\d+)")
 
 
 def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> None:
-    """Write `obj` with `torch.save`, tensors moved to the host. A collective: every rank calls it.
+    """Write `obj` with `torch.save`, with tensors moved to the host. This is a collective, so every rank must call it.
 
     Args:
-        obj: anything `torch.save` takes.
-        path: the file. With `master_only=False` and the same path on all ranks, every rank writes a file of its own:
+        obj: Any object that `torch.save` accepts.
+        path: The file. With `master_only=False` and the same path on all ranks, each rank writes a separate file:
             `DIRECTORY/rank-R-of-W.pth` if the path is a directory or has no suffix, else `NAME_rank-R-of-W.SUFFIX`.
-        master_only: rank 0 writes for all; sharded parameters and optimizer state are gathered whole first. False:
-            every rank writes its slices.
+        master_only: Whether rank 0 writes for all ranks, after gathering sharded parameters and optimizer state. If
+            False, every rank writes its slices.
 
     Raises:
-        CheckpointError: on every rank: the file cannot be written, or ranks hold state of other parameters.
+        CheckpointError: Raised on every rank if the file cannot be written or if ranks hold state of different
+            parameters.
     """
     environment = joined().environment
     target = local_path(path)
@@ -58,7 +59,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
 
 
 def shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Return torch_xla's description of this rank's slices, to be saved beside `model.state_dict()`."""
+    """Return torch_xla's description of this rank's slices, which should be saved with `model.state_dict()`."""
     environment = joined().environment
     sharded = {
         name: {"_orig_name": name, "_orig_size": tuple(value.shape)}
@@ -75,9 +76,9 @@ def shard_metadata(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, cpu: bool = True) -> dict[str, Any]:
-    """Return an optimizer's state dict with whole tensors, on the host with `cpu`. A collective.
+    """Return an optimizer's state dict with unsharded tensors, on the host if `cpu` is set. This is a collective.
 
-    Ranks that only take part do not `keep` them, and return the groups alone.
+    Ranks with `keep=False` only take part in the collective and return only the parameter groups.
     """
     groups, states = state_dict["param_groups"], state_dict["state"]
     keys = [[key, sorted(map(str, state))] for key, state in states.items()]
@@ -101,20 +102,22 @@ def consolidate_sharded_model_checkpoints(
     save_path: str | os.PathLike[str] = "",
     save_model: bool = True,
 ) -> tuple[dict[str, Any], str]:
-    """Make one file with whole tensors out of every rank's file. Not a collective: one rank calls it.
+    """Combine the files of all ranks into one file with unsharded tensors. One rank calls this; it is not a collective.
 
     Args:
-        ckpt_prefix: what was given to `save`: the directory, or the file whose name got the ranks' numbers; or the
-            beginning of the files' names.
-        ckpt_suffix: pattern of the files in the directory, or of what follows the prefix.
-        save_path: where to write `{"model": ...}`; `consolidated.pth` in the working directory by default.
-        save_model: whether to write it at all.
+        ckpt_prefix: The path that was passed to `save` (a directory, or a file to whose name the ranks were added), or
+            the beginning of the file names.
+        ckpt_suffix: A pattern for the files in the directory or for the part of the name after the prefix.
+        save_path: The file to which `{"model": ...}` is written. The default is `consolidated.pth` in the working
+            directory.
+        save_model: Whether to write the file.
 
     Returns:
-        The whole state dict, on the host, and the path.
+        The unsharded state dict, on the host, and the path of the file.
 
     Raises:
-        CheckpointError: no files, files of several saves, a missing rank, or elements that no file has.
+        CheckpointError: If there are no files, files of several saves, missing ranks, or elements that no file
+            contains.
     """
     prefix, target = local_path(ckpt_prefix), local_path(save_path or CONSOLIDATED)
     if prefix.is_dir():
@@ -132,10 +135,10 @@ def consolidate_sharded_model_checkpoints(
 
 
 def _plain(value: Any, made: dict[int, Any], *, gathers: bool, keep: bool) -> Any:
-    """Return what a file can hold of a value: plain tensors on the host, which stay shared if they occur twice.
+    """Return a value that can be saved, with plain tensors on the host. A tensor that occurs twice stays shared.
 
-    With `gathers` sharded tensors become whole, and an optimizer's state dict is gathered as such; ranks
-    visit tensors in the same order. Those that do not `keep` them only take part, and get None for every tensor.
+    With `gathers`, sharded tensors and the state in an optimizer's state dict are gathered, so ranks must visit tensors
+    in the same order. Ranks with `keep=False` only take part and get None for every tensor.
     """
     if isinstance(value, torch.Tensor):
         if id(value) not in made:
@@ -162,7 +165,7 @@ def _own_path(path: Path, rank: int, world_size: int) -> Path:
 
 
 def _write(value: Any, path: Path) -> None:
-    """Write the file under another name first, so that a crash leaves what was there."""
+    """Write to a temporary file first, so that a crash does not destroy an existing file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as temporary, temporary.open("wb") as file:

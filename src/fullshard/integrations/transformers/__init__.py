@@ -1,11 +1,11 @@
-"""Transformers' `Trainer` and TRL's trainers on fullshard's engine.
+"""Transformers' `Trainer` and TRL's trainers, adapted to fullshard's engine.
 
     from fullshard.integrations.transformers import Trainer, TrainingArguments        instead of transformers'
     from fullshard.integrations.transformers import DPOTrainer, DPOConfig             instead of trl's
     CPOTrainer = sharded(trl.experimental.cpo.CPOTrainer)                             any class derived from a Trainer
 
-They are the real classes with `ShardedTraining` in front. A script that imports from `transformers` and `trl` gets the
-same without a change under `fullshard launch`, which calls `install()` first.
+These are subclasses of the original classes with the mixin `ShardedTraining`. A script that imports from `transformers`
+and `trl` gets them without changes under `fullshard launch`, which calls `install()` first.
 """
 
 from __future__ import annotations

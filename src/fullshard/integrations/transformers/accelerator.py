@@ -1,4 +1,4 @@
-"""The Accelerator that a `Trainer` holds: fullshard's own, with the few further names that Trainer and TRL ask for."""
+"""The Accelerator of a `Trainer`: fullshard's, with the few additional attributes that Trainer and TRL use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffer
 
 
 class TrainerAccelerator(Accelerator):
-    """Drives the engine for a Trainer; `tensor_parallel_size` ranks have parts of the layers since the model's load."""
+    """The Accelerator that drives the engine for a Trainer.
+
+    With tensor parallelism, `tensor_parallel_size` ranks have held parts of the layers since the model was loaded.
+    """
 
     parallelism_config = None
     _accumulates = False  # the Trainer does
@@ -65,7 +68,7 @@ class TrainerAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Shard a model; see `Accelerator.prepare_model`."""
+        """Shard a model as `Accelerator.prepare_model` does."""
         plugin: Any = self.fsdp_plugin
         if _is_pefts_policy(plugin.auto_wrap_policy):
             # It makes every adapter a unit of its own, which Accelerate needs to treat frozen parameters apart. Here a
@@ -80,22 +83,22 @@ class TrainerAccelerator(Accelerator):
         return self._tiles
 
     def gather(self, tensor: Any) -> Any:
-        """Gather the tensors of all ranks. Trainer divides the result by the ranks that have the same batch."""
+        """Gather a tensor from all ranks. Trainer divides the result by the number of ranks with the same batch."""
         return collectives.gather(tensor)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Do nothing: each micro-batch is reduced into the sharded gradient, so accumulation costs no memory."""
+        """Do nothing, because each micro-batch is reduced into the sharded gradient, which needs no extra memory."""
         yield
 
     @property
     def state_dict_type(self) -> str:
-        """The form of a save: one part per rank (SHARDED_STATE_DICT) or whole; scripts set it on the plugin."""
+        """Return SHARDED_STATE_DICT or FULL_STATE_DICT, the form of saved weights, which scripts set on the plugin."""
         return self._state_dict_type()
 
     @property
     def writes_torch_format(self) -> bool:
-        """Return whether checkpoints hold torch's format, too."""
+        """Return whether checkpoints are also written in torch's format."""
         return self._config.checkpoint.format == "dcp"
 
     @property
@@ -141,7 +144,7 @@ def _refuse(args: Any) -> None:
 
 
 def _check_split(parallelism_config: Any, tiles: int) -> None:
-    """Refuse tensor parallelism other than the model was loaded with: nothing here splits layers."""
+    """Refuse a tensor parallel size that differs from the loaded model's, because layers are not split here."""
     wanted = asked_tensor_parallel_size(parallelism_config)
     if wanted not in (1, tiles):
         raise ConfigError(
@@ -152,7 +155,7 @@ def _check_split(parallelism_config: Any, tiles: int) -> None:
 
 
 def _is_pefts_policy(policy: Any) -> bool:
-    """Return whether this is the policy that `peft.utils.other.fsdp_auto_wrap_policy` makes."""
+    """Return whether the policy was made by `peft.utils.other.fsdp_auto_wrap_policy`."""
     if not isinstance(policy, functools.partial):
         return False
     parts = policy.keywords.get("policies", ())

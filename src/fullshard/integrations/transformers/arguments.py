@@ -1,7 +1,7 @@
-"""`TrainingArguments`: every word of `fsdp` and every key of `fsdp_config` is understood, or is an error.
+"""`TrainingArguments`, where every option of `fsdp` and every key of `fsdp_config` is supported or an error.
 
-Transformers reads the keys it knows and drops the others. Here they are read by the same table as `--fsdp_config` of
-`fullshard launch`, when the arguments are made.
+Transformers reads the keys that it supports and ignores the others. Here the arguments are read with the same table as
+`fullshard launch --fsdp_config`, as soon as they are created.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PREPARED: dict[str, Any] = {
 
 
 def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
-    """Return the settings in the two arguments. `fsdp_config` counts without `fsdp`, too."""
+    """Return the settings in the two arguments. `fsdp_config` has an effect even without `fsdp`."""
     reading = Reading()
     if isinstance(fsdp, list | tuple):  # Transformers takes a list of its FSDPOption, too
         fsdp = " ".join(str(getattr(word, "value", word)) for word in fsdp)
@@ -54,7 +54,7 @@ def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
 
 
 def resolved_configuration(args: Any) -> Resolved:
-    """Return the configuration of a run with a Trainer: the arguments, over those of the launcher."""
+    """Return the configuration of a run with a Trainer. The arguments take precedence over the launcher's settings."""
     reading = args.__dict__.get("_fullshard_reading")
     if reading is None:  # Transformers' own class
         reading = read_fsdp_arguments(None if args.fsdp is True else args.fsdp, args.fsdp_config)
@@ -62,9 +62,9 @@ def resolved_configuration(args: Any) -> Resolved:
 
 
 def join_accelerate() -> None:
-    """Make Accelerate, which finds device and ranks for the arguments, find what fullshard does.
+    """Make Accelerate, which determines the device and the ranks for the arguments, find the same ones as fullshard.
 
-    On a machine without accelerators it would otherwise see one process, on every rank.
+    Otherwise, on a machine without accelerators, it would find a single process on every rank.
     """
     is_cpu = read_rank_environment().launched and not torch.accelerator.is_available()
     if is_cpu and "ACCELERATE_USE_CPU" not in os.environ:
@@ -72,7 +72,7 @@ def join_accelerate() -> None:
 
 
 class ShardedArguments:
-    """The base in front of `TrainingArguments` that reads `fsdp` and `fsdp_config` and joins the job for the engine."""
+    """A mixin for `TrainingArguments` that reads `fsdp` and `fsdp_config` and joins the job for the engine."""
 
     def __post_init__(self: Any) -> None:
         if self.deepspeed:  # or Transformers would ask for the package
@@ -82,7 +82,7 @@ class ShardedArguments:
         super().__post_init__()  # type: ignore[misc]
 
     def _process_fsdp_args(self: Any) -> None:
-        """Replace Transformers' own reading of the two fields. Transformers calls this when all fields are set."""
+        """Read the two fields in place of Transformers, which calls this method after it has set all fields."""
         join_accelerate()
         reading = read_fsdp_arguments(self.fsdp, self.fsdp_config)
         refuse(reading.problems)
@@ -93,7 +93,7 @@ class ShardedArguments:
 
     @cached_property
     def _setup_devices(self: Any) -> torch.device:
-        """The device of this rank. The process group is made first, or Accelerate would make one without Gloo."""
+        """Return the device of this rank. Create the process group first, because Accelerate's would lack Gloo."""
         join_accelerate()
         if read_rank_environment().launched:
             device = "cpu" if self.use_cpu else launched_device()
@@ -110,7 +110,7 @@ class ShardedArguments:
 
 
 def _as_declared(args: Any, fsdp: Any) -> Any:
-    """Return what `TrainingArguments.fsdp` is once it has been read: a truth value, or a list in Transformers 5.6."""
+    """Return the type that `TrainingArguments.fsdp` has after parsing: a boolean, or a list in Transformers 5.6."""
     declared = (vars(cls).get("__annotations__", {}).get("fsdp") for cls in type(args).__mro__)
     if "list" not in str(next(filter(None, declared))):  # of the field itself HfArgumentParser changes the type
         return bool(fsdp)
@@ -123,12 +123,12 @@ _WORDS = {"sharding.strategy": "sharding_strategy", "sharding.cpu_offload": "cpu
 
 
 def _plain(reading: Reading) -> dict[str, Any]:
-    """Return the settings read, as an equivalent `fsdp_config`: arguments are copied by their fields."""
+    """Return the settings of a reading as an equivalent `fsdp_config`, because arguments are copied by their fields."""
     values = {_WORDS[s.path]: s.value for s in reading.settings if s.path in _WORDS}
     return values | {name.removeprefix("fsdp_"): entry.plain for name, entry in reading.entries.items()}
 
 
 def asked_timeout(args: Any) -> float | None:
-    """Return the seconds that `ddp_timeout` lets a rank wait for another; None for its default, if nothing was set."""
+    """Return the seconds that `ddp_timeout` lets a rank wait for others, or None if it has its default value."""
     seconds = float(args.ddp_timeout)
     return None if seconds == TIMEOUT_SECONDS else seconds

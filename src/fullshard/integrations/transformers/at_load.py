@@ -1,7 +1,7 @@
-"""Transformers' `from_pretrained(distributed_config=DistributedConfig(...))` on fullshard's engine.
+"""Transformers' `from_pretrained(distributed_config=DistributedConfig(...))`, adapted to fullshard's engine.
 
-Each rank reads what it will own, and the model is sharded when it is returned, split by tensor parallelism before if
-that is asked for. It is one as `shard_model` makes it, so Trainer saves it, and resumes it on any number of ranks.
+Each rank reads the data that it will own. The returned model is sharded, and before that split by tensor parallelism if
+the config requests it. It equals a model from `shard_model`, so Trainer can save it and resume on any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REFUSED = (
 
 
 def replace_from_pretrained(modeling: Any) -> None:
-    """Make `PreTrainedModel.from_pretrained` of the module `transformers.modeling_utils` come here for such models."""
+    """Make `PreTrainedModel.from_pretrained` in `modeling` (`transformers.modeling_utils`) load such models here."""
     cls = modeling.PreTrainedModel
     theirs = cls.from_pretrained.__func__
 
@@ -58,18 +58,18 @@ def replace_from_pretrained(modeling: Any) -> None:
 
 
 def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config: Any, **options: Any) -> nn.Module:
-    """Return the model of a directory or hub name, split and sharded as a `DistributedConfig` says.
+    """Return the model of a directory or hub name, split and sharded according to a `DistributedConfig`.
 
     Args:
-        model_class: a class of Transformers.
-        name_or_path: where its weights are.
-        distributed_config: `DistributedConfig` or a dict for one. `tp_size`, `fsdp_size` and `dp_replicate_size`
-            together are all ranks.
-        options: as for `fullshard.from_pretrained`.
+        model_class: A model class of Transformers.
+        name_or_path: The directory or hub name of the weights.
+        distributed_config: A `DistributedConfig` or an equivalent dict. The product of `tp_size`, `fsdp_size`, and
+            `dp_replicate_size` must be the number of ranks.
+        options: The options of `fullshard.from_pretrained`.
 
     Raises:
-        ConfigError: pipeline or expert parallelism, sizes that are not those of the job, or an option that places
-            weights in another way.
+        ConfigError: If the config uses pipeline or expert parallelism or sizes that do not match the job, or if an
+            option places weights in another way.
     """
     config = _config(distributed_config)
     given = [name for name in _REFUSED if options.pop(name, None)]
@@ -119,7 +119,7 @@ def _config(given: Any) -> Any:
 
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
-    """Return the mesh of all ranks, by the sizes; None for one rank alone."""
+    """Return the mesh of all ranks with the sizes of the config, or None if there is a single rank."""
     ranks = joined_world_size()
     sizes = (config.dp_replicate_size or 1, config.fsdp_size or 1, config.tp_size or 1)
     if math.prod(sizes) != ranks:

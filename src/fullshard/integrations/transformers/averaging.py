@@ -1,4 +1,4 @@
-"""A moving average of the weights in Trainer: what its callback does, and what a Trainer asks of it."""
+"""Moving averages of the weights in Trainer: the callback that keeps them and the functions that Trainer calls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class KeepsAverage:
     """A callback that averages the weights after each step.
 
     Args:
-        decay, device, key: see `fullshard.EMA`.
-        evaluates: whether Trainer evaluates and predicts with the averages.
+        decay, device, key: See `fullshard.EMA`.
+        evaluates: Whether Trainer evaluates and predicts with the averages.
 
     Attributes:
-        ema: the average; None before training.
-        is_saved: whether a Trainer of ours has it, which saves it.
+        ema: The average, or None before training.
+        is_saved: Whether the callback belongs to one of fullshard's Trainers, which save the average.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class KeepsAverage:
         self.ema: EMA | None = None
 
     def average_of(self, model: nn.Module) -> EMA:
-        """Return the average of a model; make it the first time."""
+        """Return the average of a model, creating it on the first call."""
         if self.ema is None or self._model is not model:
             self._model, self.ema = model, EMA(model, self._decay, device=self._device, key=self._key)
         return self.ema
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the average, unless a checkpoint was loaded into it.
+        """Create the average unless it was loaded from a checkpoint.
 
         Raises:
-            ConfigError: Transformers' own Trainer, which would not save it.
+            ConfigError: If the Trainer is Transformers' own, which would not save the average.
         """
         if not self.is_saved:
             raise ConfigError(
@@ -58,17 +58,17 @@ class KeepsAverage:
         self.average_of(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the weights into the average."""
+        """Update the average with the current weights."""
         self.average_of(kwargs["model"]).update()
 
 
 def averages_of(trainer: Any) -> list[EMA]:
-    """Return the averages that a Trainer's callbacks keep of its model."""
+    """Return the averages of a Trainer's model that its callbacks keep."""
     return [each.average_of(trainer.model) for each in _callbacks(trainer)]
 
 
 def announce_averages(trainer: Any) -> None:
-    """Tell a Trainer's callbacks that their averages will be saved."""
+    """Notify a Trainer's callbacks that their averages will be saved."""
     if any(cls.__name__ == "BEMACallback" for each in trainer.callback_handler.callbacks for cls in type(each).__mro__):
         raise ConfigError(
             "TRL's BEMACallback copies whole weights, of which each rank has a part",
@@ -80,7 +80,7 @@ def announce_averages(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def averaged(trainer: Any) -> Iterator[None]:
-    """Use the averages as the model's weights within the block, if a callback evaluates with them."""
+    """Use the averages as the model's weights within the block if a callback requests this for evaluation."""
     emas = [each.ema for each in _callbacks(trainer) if each.evaluates and each.ema is not None]
     if len(emas) > 1:
         raise ConfigError(

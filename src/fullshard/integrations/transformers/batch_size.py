@@ -1,7 +1,7 @@
-"""`auto_find_batch_size` on several ranks: all of them start again with smaller batches, or none does.
+"""`auto_find_batch_size` on several ranks, which restart together with smaller batches or not at all.
 
-A rank that ran out of memory alone and started again would wait for the others in another collective than they wait for
-it in. So it first asks whether they ran out of memory, too.
+If only one rank ran out of memory and restarted, it would wait for the others in a different collective than they do.
+So it first checks whether the others also ran out of memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRIES = itertools.count()
 
 
 def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
-    """Return if `error`, which ended the training, is no lack of memory, or is one on every rank; else raise."""
+    """Return if all ranks ran out of memory or if `error` is of another kind; raise if only some ranks did."""
     from accelerate.utils.memory import should_reduce_batch_size
 
     own, ranks = collectives.rank(), range(collectives.world_size())

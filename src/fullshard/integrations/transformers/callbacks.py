@@ -1,4 +1,4 @@
-"""A Trainer's further callback: it notes events and steps, looks for room on the disk, and stops after a signal."""
+"""A callback for Trainer that records events and steps, checks the free disk space, and stops after a signal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fullshard.launch.preemption import listen, should_stop
 
 
 def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
-    """Add the callback, once; `complete` finds checkpoints of earlier runs.
+    """Add the callback to a Trainer unless it has it. `complete` returns the complete checkpoints of earlier runs.
 
-    Events and steps go to the output directory, if there is one. After a signal to any rank all of them save and end
-    at one step, unless Transformers' own way is asked for.
+    Events and steps are recorded in the output directory, if there is one. After a signal to any rank, all ranks save
+    and stop at the same step, unless Transformers' own handling of signals is requested.
     """
     from transformers import TrainerCallback
 
@@ -26,10 +26,10 @@ def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
     listens = not getattr(trainer.args, "enable_jit_checkpoint", False)
 
     class FollowRun(TrainerCallback):  # type: ignore[misc]
-        """Tells the journal which step this is, and Trainer when to stop."""
+        """A callback that reports each step to the journal and tells Trainer when to stop."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Begin, maybe after a checkpoint."""
+            """Prepare for a run, which may resume from a checkpoint."""
             if listens:
                 listen()
             if has_output:
@@ -37,17 +37,17 @@ def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
                 JOURNAL.tell(state.global_step)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Note that the steps before this one are done."""
+            """Record that the previous steps are done."""
             if has_output:
                 JOURNAL.tell(state.global_step + 1)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Check for a signal."""
+            """Stop after this step if a rank has received a signal."""
             if listens and should_stop():
                 control.should_save = control.should_training_stop = True
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Note that all steps are done, unless a signal has ended the run."""
+            """Record that all steps are done, or that a signal has ended the run."""
             if has_output and state.is_world_process_zero and STOPPING.is_agreed:
                 JOURNAL.note(Happening.PREEMPTION, "saved and stopped because of a signal")
             elif has_output and state.is_world_process_zero:
@@ -60,7 +60,7 @@ def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
 
 
 def _look_for_room(trainer: Any, args: Any, state: Any, complete: Callable[[Path], list[Path]], optimizer: Any) -> None:
-    """Check the disk on rank 0, and end all ranks if there is no room for one checkpoint."""
+    """Check on rank 0 that the disk has room for a checkpoint, and raise an error on all ranks if it does not."""
     saves = {"steps": state.max_steps // max(1, state.save_steps), "epoch": state.num_train_epochs}
     count, limit = saves.get(str(args.save_strategy.value), 0), args.save_total_limit
     accelerator, output = trainer.accelerator, Path(args.output_dir)

@@ -1,4 +1,4 @@
-"""The sharded classes: Transformers' and TRL's own, with a mixin in front."""
+"""Sharded subclasses of the classes of Transformers and TRL, which add a mixin."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HOMES = {
 
 
 def sharded(original: type) -> type:
-    """Return a trainer's or training arguments' subclass of the same name that works on fullshard's engine.
+    """Return a subclass of a trainer or training arguments that has the same name and uses fullshard's engine.
 
     Raises:
-        ConfigError: a version of Transformers that is too old.
+        ConfigError: If the version of Transformers is too old.
     """
     mixin = ShardedArguments if "Argument" in original.__name__ or "Config" in original.__name__ else ShardedTraining
     if issubclass(original, mixin):

@@ -11,7 +11,7 @@ _TrainerCallback: Any = import_extra("transformers", extra="hf", purpose="EMACal
 
 
 class EMACallback(KeepsAverage, _TrainerCallback):  # type: ignore[misc]
-    """Keeps a moving average of the weights in fullshard's Trainers, which save it and evaluate with it.
+    """A callback that keeps a moving average of the weights. fullshard's Trainers save it and evaluate with it.
 
         callback = EMACallback(0.999)
         trainer = Trainer(model, ..., callbacks=[callback])
@@ -19,5 +19,5 @@ class EMACallback(KeepsAverage, _TrainerCallback):  # type: ignore[misc]
         with callback.ema.swapped():  # on every rank
             trainer.save_model("averaged")
 
-    See `KeepsAverage` for its arguments. After training the weights are the trained ones.
+    `KeepsAverage` describes the arguments. After training, the model has the trained weights, not the averages.
     """

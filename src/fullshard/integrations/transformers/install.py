@@ -1,8 +1,8 @@
-"""Gives scripts that import from `transformers` and `trl` the sharded classes, without a change to them.
+"""Replaces classes so that unmodified scripts that import from `transformers` and `trl` get the sharded ones.
 
-Nothing is imported here: when a script imports one of the two modules below, by whatever way, its class is replaced by
-a subclass as soon as the module is there. Everything that derives from it, TRL's trainers and the script's own
-included, derives from the subclass.
+This module does not import these libraries. When a script imports one of the two modules in `_CLASSES`, in any way, its
+class is immediately replaced by a subclass. All classes that derive from it, including TRL's trainers and the script's
+own classes, then derive from the subclass.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _INSTALLED: set[str] = set()
 
 
 def install() -> None:
-    """Shard every `Trainer` of this process. Costs nothing until `transformers.trainer` is imported.
+    """Shard every `Trainer` of this process. This has no cost until `transformers.trainer` is imported.
 
     Raises:
-        LifecycleError: a script has imported it already, so that classes derived from it would be left out.
+        LifecycleError: If a script has imported it already, because classes derived from the original would be left
+            out.
     """
     if _INSTALLED:
         return

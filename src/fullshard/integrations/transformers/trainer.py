@@ -1,16 +1,16 @@
-"""`ShardedTraining`: in front of Transformers' `Trainer`, or a class derived from it, it trains on fullshard's engine.
+"""`ShardedTraining`, a mixin with which Transformers' `Trainer`, or a class derived from it, uses fullshard's engine.
 
-What it replaces: the making of the Accelerator, saving and loading. The loop stays Trainer's.
+It replaces the creation of the Accelerator, saving, and loading. The training loop remains Trainer's.
 
     OUTPUT/checkpoint-10/
         config.json, tokenizer, ...     as Trainer writes them
         model.safetensors               FULL_STATE_DICT: the weights, for from_pretrained
-        adapter_model.safetensors       a PEFT model: the adapters, in either type
+        adapter_model.safetensors       a PEFT model: the adapters, with either type
         training_state/                 optimizer, schedule, and with SHARDED_STATE_DICT the weights: a checkpoint of
-                                        fullshard's that any number of ranks can load
+                                        fullshard that any number of ranks can load
         rng_state_0.pth, ...            as Trainer writes them
-        pytorch_model_fsdp_0/, ...      with `checkpoint.format: dcp`: torch's format, as Accelerate lays it out
-        trainer_state.json              last: a directory that has it is complete
+        pytorch_model_fsdp_0/, ...      with `checkpoint.format: dcp`: torch's format, in Accelerate's layout
+        trainer_state.json              written last: a directory that contains it is complete
 
 `save_model(directory)` always writes a model that `from_pretrained` reads.
 """
@@ -60,7 +60,7 @@ _KNOWN = ("transformers.", "peft.")
 
 
 class ShardedTraining:
-    """Mixin for `Trainer` classes."""
+    """A mixin for `Trainer` classes."""
 
     args: Any
     model: Any
@@ -69,7 +69,7 @@ class ShardedTraining:
     accelerator: TrainerAccelerator
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Make the Accelerator, and say that the model is sharded."""
+        """Create the Accelerator, and mark the model as sharded for Trainer."""
         args = self.args
         if args.output_dir is not None:
             local_path(args.output_dir)  # Transformers itself would make a folder `s3:`
@@ -106,7 +106,7 @@ class ShardedTraining:
             )
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
+        """Train the model. `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             newest = _newest_whole(Path(self.args.output_dir), self.accelerator)
             if newest is None:
@@ -131,7 +131,7 @@ class ShardedTraining:
 
     @contextlib.contextmanager
     def _own_output(self: Any) -> Iterator[None]:
-        """Keep other jobs from saving into the output directory meanwhile. A collective."""
+        """Keep other jobs from saving to the output directory during the block. This is a collective."""
         with contextlib.ExitStack() as held:
             if self.args.output_dir is not None and self.args.save_strategy != "no":
                 output = local_path(self.args.output_dir)
@@ -157,14 +157,14 @@ class ShardedTraining:
             raise
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step; none for a run resumed at its end, which would make one step too many."""
+        """Return the batches of a step, or none if a resumed run is at its end and would do one step too many."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the number of labels that count, whole: with inputs in bf16, Transformers rounds its quotient."""
+        """Return the integer number of labels that count, because Transformers rounds its quotient for bf16 inputs."""
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
@@ -179,7 +179,7 @@ class ShardedTraining:
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer as Transformers does; the owners of whole parameters run `optim="adafactor"`."""
+        """Create the optimizer as Transformers does, except that owners of whole parameters run `optim="adafactor"`."""
         from transformers.optimization import Adafactor
 
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
@@ -190,7 +190,7 @@ class ShardedTraining:
         return self.optimizer
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run all batches of an evaluation or a prediction, with the averages of an `EMACallback` that says so."""
+        """Run all batches of an evaluation or prediction, with the averages of an `EMACallback` that requests this."""
         with averaged(self):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -199,7 +199,7 @@ class ShardedTraining:
         return None if self.accelerator.steps_in_backward else super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
-        """Return 6 x tokens x parameters, embeddings left out, of the whole model."""
+        """Return 6 x tokens x parameters for the unsharded model, excluding embeddings."""
         name = getattr(self.model, "main_input_name", "input_ids")
         main_input = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's have lists of samples
         if main_input is None or not hasattr(self.model, "num_parameters"):
@@ -217,12 +217,14 @@ class ShardedTraining:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a model that `from_pretrained` reads (of a PEFT model the adapters), with its tokenizer. A collective.
+        """Write the tokenizer and the model, or a PEFT model's adapters, for `from_pretrained`. This is a collective.
 
-        Within a checkpoint of sharded weights the configuration alone is written: the weights are beside it.
+        In a checkpoint with sharded weights, write only the configuration, because the checkpoint holds the weights
+        already.
 
-        A `_save` of a class derived from Trainer, and a `save_pretrained` that is not of Transformers or PEFT, are
-        called on the main process: every `state_dict()` has whole tensors then, all of them in host memory.
+        A custom `_save` of a class derived from Trainer, or a `save_pretrained` from outside Transformers and PEFT, is
+        called on the main process. There, every `state_dict()` then has unsharded tensors, all of which are in host
+        memory.
         """
         directory = local_path(output_dir or self.args.output_dir)
         if _saves_its_own_way(self):
@@ -278,7 +280,7 @@ class ShardedTraining:
             )
 
     def _keeps_weights_in_state(self: Any) -> bool:
-        """Return whether a checkpoint keeps weights in its training state only, and not in from_pretrained's form."""
+        """Return whether a checkpoint keeps weights only in its training state and not in from_pretrained's form."""
         if self.args.save_only_model or is_saved_as_adapters(self.model):
             return False
         if _saves_its_own_way(self):
@@ -343,13 +345,13 @@ class ShardedTraining:
 
 
 def _samples_per_step(trainer: Any) -> int:
-    """Return the samples per step of all ranks together."""
+    """Return the number of samples per step over all ranks."""
     ranks = trainer.accelerator._data_parallel_size
     return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * ranks)
 
 
 def _saves_its_own_way(trainer: Any) -> bool:
-    """Return whether the user's class, or that of the model, says how a model is saved."""
+    """Return whether the user's Trainer class or model class defines how the model is saved."""
     save = next(cls for cls in type(trainer).__mro__ if "_save" in vars(cls))
     save_pretrained = next((cls for cls in user_class(trainer.model).__mro__ if "save_pretrained" in vars(cls)), None)
     is_models_own = save_pretrained is not None and not save_pretrained.__module__.startswith(_KNOWN)
@@ -357,7 +359,7 @@ def _saves_its_own_way(trainer: Any) -> bool:
 
 
 def _of_global_batches(sampler: Any, world_size: int) -> Any:
-    """Make the sampler order the samples of all ranks, and return it; the loader deals them out."""
+    """Make the sampler order the samples of all ranks, which the loader distributes, and return it."""
     match type(sampler).__name__:
         case "LengthGroupedSampler":
             sampler.batch_size *= world_size  # lengths are alike over a whole step, at any number of ranks
@@ -376,21 +378,22 @@ def _of_global_batches(sampler: Any, world_size: int) -> Any:
 
 
 def _has_state(directory: Path) -> bool:
-    """Return whether a `checkpoint-N` holds what resumes the training."""
+    """Return whether a `checkpoint-N` directory contains the state to resume training."""
     return (directory / TRAINER_STATE / MANIFEST_NAME).is_file()
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in an output directory that were written to their end, newest first."""
+    """Return the complete checkpoints in an output directory, newest first."""
     numbered = [(path.name.removeprefix("checkpoint-"), path) for path in directory.glob("checkpoint-*")]
     found = [(int(n), path) for n, path in numbered if n.isdigit() and (path / _COMPLETE).is_file()]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def _bring_back_from_the_future(directory: Path) -> None:
-    """Let no checkpoint look younger than the one that is saved next: a clock may have gone back.
+    """Set back the times of checkpoints that lie in the future, which happens if the clock was set back.
 
-    With `save_total_limit` Transformers removes what was changed longest ago.
+    The next checkpoint must have the latest time, because Transformers removes the least recently modified one when
+    `save_total_limit` is reached.
     """
     now = time.time()
     late = [path for path in complete_checkpoints(directory) if path.stat().st_mtime > now]
@@ -399,7 +402,7 @@ def _bring_back_from_the_future(directory: Path) -> None:
 
 
 def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | None:
-    """Return the newest complete checkpoint whose training state has no damaged byte. A collective."""
+    """Return the newest complete checkpoint with an undamaged training state. This is a collective."""
     paths = run_on_main(accelerator.process.environment, lambda: complete_checkpoints(directory))
     for number, path in enumerate(paths, start=1):
         try:

@@ -1,4 +1,4 @@
-"""Have every rank take part in what TRL does outside its trainers' forwards."""
+"""Let every rank take part in what TRL does outside the forwards of its trainers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 
 def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
-    """Gather a teacher's head for a step: TRL multiplies with its weight itself, outside of the teacher's forward."""
+    """Gather the teacher's head for a step, because TRL multiplies by its weight outside the teacher's forward."""
     teacher = getattr(trainer, "teacher_model", None)
     if not isinstance(teacher, nn.Module) or not hasattr(trainer, "_forward_redirection") or not is_sharded(teacher):
         return contextlib.nullcontext()
@@ -30,9 +30,10 @@ def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def generate_in_step() -> None:
-    """Make ranks with fewer batches of prompts than others repeat their last one: callbacks log completions.
+    """Make ranks with fewer batches of prompts repeat their last prompt in TRL's callbacks that log completions.
 
-    A rank that is done would leave the others waiting for its part of the parameters; what it repeats is left out.
+    Otherwise, ranks that are done would leave the others waiting for their parts of the parameters. Repeated results
+    are dropped.
     """
     home: Any = sys.modules.get("trl.trainer.callbacks")
     theirs = getattr(home, "_generate_completions", None)
@@ -57,9 +58,9 @@ def generate_in_step() -> None:
 
 
 def stream_into_engines() -> None:
-    """Make TRL hand to vLLM, in its own processes or a server, what `stream_weights` gives.
+    """Make TRL pass the tensors from `stream_weights` to vLLM, in its own processes or on a server.
 
-    By itself it would merge adapters into the weights that train and take them out again, which rounds them each time.
+    Otherwise, TRL would merge adapters into the trained weights and unmerge them, which rounds the weights each time.
     """
     theirs: Any = getattr(sys.modules.get("trl.generation.vllm_generation"), "VLLMGeneration", None)
     if theirs is None or hasattr(theirs, "of_trl"):
@@ -80,7 +81,10 @@ def stream_into_engines() -> None:
 
 @contextlib.contextmanager
 def _ending(stream: _Weights) -> Iterator[_Weights]:
-    """Give a stream that ends with the block; by an error on all ranks: none waits for a rank whose engine is gone."""
+    """Yield the stream and close it at the end of the block, on all ranks if there is an error.
+
+    No rank then waits for a rank that has lost its engine.
+    """
     try:
         yield stream
     except Exception as error:

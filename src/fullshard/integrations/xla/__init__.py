@@ -1,4 +1,4 @@
-"""Training through PyTorch/XLA: its FSDPv2 under fullshard's settings. Needs the extra `fullshard[xla]`.
+"""Training through PyTorch/XLA: its FSDPv2 with fullshard's settings. Requires the extra `fullshard[xla]`.
 
     from fullshard.integrations import xla
 
@@ -7,8 +7,8 @@
     for batch in xla.batches(loader, model):
         ...
 
-One process drives all devices of the host, and tensors are global: the batch is that of all devices, a norm is that of
-the whole model, a state dict holds whole tensors. fullshard's engine has no part in it. See `docs/xla.md`.
+One process drives all devices of the host, and tensors are global. A batch is the batch of all devices, a norm is the
+norm of the complete model, and a state dict has unsharded tensors. fullshard's engine is not used. See `docs/xla.md`.
 """
 
 from fullshard.integrations.xla.checkpoint import load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch/XLA: a file of torch with whole tensors, which `fullshard ckpt import` takes to the engine."""
+"""Checkpoints for PyTorch/XLA: torch files with unsharded tensors, which `fullshard ckpt import` can convert."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fullshard.integrations.xla.model import full_state_dict, load_full_state_di
 def save_checkpoint(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
 ) -> None:
-    """Write a model, and its optimizer's state under the names of parameters; an existing file is replaced whole.
+    """Write a model and its optimizer's state, keyed by parameter names. An existing file is replaced atomically.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: If the file cannot be written.
     """
     sharded_state(model)
     content = {"model": full_state_dict(model), "extra": extra}
@@ -41,10 +41,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Load what `save_checkpoint` has saved, on any number of devices. Returns `extra`.
+    """Load a file from `save_checkpoint` on any number of devices, and return its `extra`.
 
     Raises:
-        CheckpointError: no such file, or it is not of this model and optimizer.
+        CheckpointError: If the file does not exist or does not match the model and optimizer.
     """
     sharded = sharded_state(model)
     try:
@@ -70,6 +70,6 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order."""
+    """Return the names of an optimizer's parameters in the optimizer's order."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

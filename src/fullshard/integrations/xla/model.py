@@ -1,4 +1,4 @@
-"""A model on a mesh of XLA devices: annotated parameters and outputs, from which XLA's compiler makes FSDP."""
+"""A model on a mesh of XLA devices. Parameters and outputs are annotated so that XLA's compiler implements FSDP."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _STATE = "_fullshard_xla"
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """The mesh of a prepared model, of shape (replicas, devices of a shard), and its settings."""
+    """The settings of a prepared model and its mesh, which has the shape (replicas, devices per shard group)."""
 
     mesh: Any
     settings: XlaSettings
 
     def place(self, tensor: torch.Tensor, dims: tuple[Any, ...]) -> torch.Tensor:
-        """Return the tensor on the devices; `dims` names the mesh axes of each of its dims."""
+        """Return the tensor on the devices. `dims` lists the mesh axes of each of its dims."""
         import torch_xla.distributed.spmd as spmd
 
         moved = tensor.detach().to("xla")
@@ -36,12 +36,12 @@ class Sharded:
         return moved
 
     def place_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Place a tensor with its largest dim over the devices of a shard, as FSDPv2 does."""
+        """Place a tensor on the devices with its largest dim divided over a shard group, as FSDPv2 does."""
         largest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim], default=None)
         return self.place(tensor, tuple("fsdp" if dim == largest else None for dim in range(tensor.dim())))
 
     def annotate(self, output: Any) -> None:
-        """Divide dim 0 of every tensor in an output over all devices, so that each computes its part of the batch."""
+        """Divide dim 0 of every tensor in an output over all devices, each of which computes its part of the batch."""
         import torch_xla
         import torch_xla.distributed.spmd as spmd
 
@@ -59,17 +59,20 @@ class Sharded:
 
 
 def prepare(model: nn.Module, settings: XlaSettings | None = None) -> nn.Module:
-    """Shard a model in place over all XLA devices of this host. Make the optimizer afterwards.
+    """Shard a model in place over all XLA devices of this host. Create the optimizer afterwards.
 
-    Call it before the first backward of the process: torch counts devices then, and knows no later ones.
+    Call this function before the first backward of the process, because torch counts the devices then and ignores
+    devices that appear later.
 
     Args:
-        model: on the CPU. Its class, names, hooks and tied weights stay.
-        settings: default: all devices share one shard, the units are the model's own list of layers.
+        model: The model, on the CPU. It keeps its class, names, hooks, and tied weights.
+        settings: The settings. By default, all devices form one shard group, and the units come from the model's own
+            list of layers.
 
     Raises:
-        ConfigError: PyTorch/XLA is not there, it runs in several processes, or a size that does not divide the devices.
-        WrapError: a class name that the model does not have.
+        ConfigError: If PyTorch/XLA is not available or runs in several processes, or if a size does not divide the
+            number of devices.
+        WrapError: If the model does not have a class of the given name.
     """
     settings = settings or XlaSettings()
     require_xla("fullshard.integrations.xla", "use fullshard.shard_model, which trains on the devices that it finds")
@@ -90,7 +93,7 @@ def prepare(model: nn.Module, settings: XlaSettings | None = None) -> nn.Module:
 
 
 def sharded_state(model: nn.Module) -> Sharded:
-    """Return the mesh and settings that `prepare` kept. Raises `ConfigError` for another model."""
+    """Return the mesh and settings that `prepare` stored. Raise `ConfigError` if the model is not prepared."""
     found = getattr(model, _STATE, None)
     if not isinstance(found, Sharded):
         raise ConfigError(f"{type(model).__name__} is not sharded", hint="call xla.prepare(model) first")
@@ -98,10 +101,10 @@ def sharded_state(model: nn.Module) -> Sharded:
 
 
 def shard_batch(batch: Any, model: nn.Module) -> Any:
-    """Place a global batch: dim 0 of its tensors, which all devices must divide, is spread over the devices.
+    """Place a global batch on the devices, with dim 0 of its tensors divided over all devices.
 
     Raises:
-        ConfigError: a batch that the devices do not divide.
+        ConfigError: If the size of a batch is not a multiple of the number of devices.
     """
     sharded = sharded_state(model)
 
@@ -119,7 +122,7 @@ def shard_batch(batch: Any, model: nn.Module) -> Any:
 
 
 class batches:
-    """The global batches of a loader, on the devices. Between two of them the step that was recorded is run."""
+    """The global batches of a loader, placed on the devices. After each batch, the recorded step is run."""
 
     def __init__(self, loader: Iterable[Any], model: nn.Module) -> None:
         self.loader, self.model = loader, model
@@ -136,7 +139,7 @@ class batches:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return whole tensors in host memory, under the model's own names."""
+    """Return unsharded tensors in host memory, under the names in the model's state dict."""
     import torch_xla
 
     torch_xla.sync()
@@ -144,7 +147,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, list[tuple[str, Any, torch.Tensor]]]:
-    """Return each device's part by name: (device, a slice per dim of the whole tensor, elements); copies are listed."""
+    """Return the parts on each device, as `(device, slices, elements)` tuples by name, including replicated parts.
+
+    `slices` has a slice of the unsharded tensor for each of its dims.
+    """
     import torch_xla
     import torch_xla.distributed.spmd as spmd
 
@@ -161,10 +167,10 @@ def sharded_state_dict(model: nn.Module) -> dict[str, list[tuple[str, Any, torch
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Fill the model with whole tensors; it stays sharded.
+    """Load unsharded tensors into the model, which stays sharded.
 
     Raises:
-        CheckpointError: names or shapes that are not the model's.
+        CheckpointError: If names or shapes differ from the model's.
     """
     sharded = sharded_state(model)
     own = model.state_dict(keep_vars=True)
@@ -198,7 +204,7 @@ def _mesh(shard_size: int | None) -> Any:
 
 
 def _units(model: nn.Module, settings: XlaSettings) -> list[nn.Module]:
-    """Return the modules that are units, innermost first; not the model, which is always one."""
+    """Return the modules that are units, innermost first. The model itself, always a unit, is not included."""
     if settings.wrap_min_numel is not None:
         found: list[nn.Module] = []
         _units_by_size(model, settings.wrap_min_numel, found, set())
@@ -222,7 +228,7 @@ def _units_by_size(module: nn.Module, least: int, found: list[nn.Module], taken:
 
 
 def _move(model: nn.Module, sharded: Sharded) -> None:
-    """Put the model onto the devices. Not by `.to`, which would make two parameters of one that is tied."""
+    """Move the model to the devices. Unlike `.to`, this keeps a tied parameter a single parameter."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -258,7 +264,7 @@ def _in_bf16(forward: Any) -> Any:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return tuples, lists, mappings (Transformers' outputs among them) with every tensor in them changed."""
+    """Return nested tuples, lists, and mappings, including Transformers' outputs, with every tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Read the settings that PyTorch/XLA can honour; refuse the rest, or say that they have no effect."""
+"""Settings for PyTorch/XLA. Unsupported settings are refused or reported as having no effect."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class XlaSettings:
-    """The settings of training through PyTorch/XLA.
+    """The settings for training through PyTorch/XLA.
 
     Attributes:
-        shard_size: devices that share a shard; the others hold copies. None: all of them.
-        wrap_classes: class names of the units. Empty, and no `wrap_min_numel`: the model's own list of layers.
-        wrap_min_numel: instead of classes: units are the modules that have this many parameters.
-        bf16: compute in bfloat16, with float32 weights and outputs.
-        checkpointing: recompute units' activations in backward.
-        shard_output: `(output, mesh) -> None`, annotates the output of a unit and of the model. None: dim 0 of every
-            tensor in it that the batch axes divide.
+        shard_size: The number of devices per shard group; other groups hold replicas. None means all devices.
+        wrap_classes: The class names of the units. If empty, and without `wrap_min_numel`, the model's own list of
+            layers is used.
+        wrap_min_numel: The number of parameters from which a module becomes a unit, as an alternative to classes.
+        bf16: Whether to compute in bfloat16, with float32 weights and outputs.
+        checkpointing: Whether to recompute the activations of units in backward.
+        shard_output: A function `(output, mesh) -> None` that annotates the output of a unit and of the model. By
+            default, dim 0 of every tensor in the output is divided if the batch axes divide it.
     """
 
     shard_size: int | None = None
@@ -48,15 +49,15 @@ class XlaSettings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read settings from a file in any dialect that `fullshard launch` reads. Raises as `from_resolved` does."""
+        """Read settings from a file in any dialect of `fullshard launch`. Raise the errors of `from_resolved`."""
         return cls.from_resolved(resolve([load_file(path)]))
 
     @classmethod
     def from_resolved(cls, found: Resolved, shard_output: Callable[[Any, Any], None] | None = None) -> Self:
-        """Take the settings from merged ones. Warns of each setting without effect.
+        """Take the settings from a resolved configuration. Warn of each setting that has no effect.
 
         Raises:
-            ConfigError: a setting that PyTorch/XLA cannot honour, with its place.
+            ConfigError: If PyTorch/XLA does not support a setting. The message gives the origin of the setting.
         """
         sharding, precision = found.config.sharding, found.config.precision
         for path, setting in found.settings.items():

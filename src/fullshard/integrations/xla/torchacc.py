@@ -1,4 +1,4 @@
-"""`fullshard.torchacc` where PyTorch/XLA is installed: TorchAcc's configuration, trained by its SPMD-based FSDP."""
+"""`fullshard.torchacc` on top of PyTorch/XLA: TorchAcc's configuration with training by FSDP via SPMD."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def accelerate(
     dataloader: DataLoader[Any] | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Shard a model in place over the XLA devices of this host. Make the optimizer afterwards.
+    """Shard a model in place over the XLA devices of this host. Create the optimizer afterwards.
 
     Args:
-        model: on the CPU.
-        dataloader: of global batches: one process drives all devices.
-        config: a `Config`, a dict or the path of a file with its fields.
+        model: The model, on the CPU.
+        dataloader: A loader of global batches, because one process drives all devices.
+        config: A `Config`, a dict, or the path of a file with its fields.
 
     Returns:
-        `(model, dataloader)`, or the model alone if no loader was given.
+        `(model, dataloader)`, or only the model if no loader was given.
 
     Raises:
-        ConfigError: a field that PyTorch/XLA cannot honour.
-        WrapError: a class name that the model does not have.
+        ConfigError: If PyTorch/XLA does not support a field.
+        WrapError: If the model does not have a class of the given name.
     """
     config = Config.of(config)
     config.validate()
@@ -56,7 +56,7 @@ _LENGTHS = ("dataloader.buckets", "dataloader.max_length", "dataloader.num_bucke
 
 
 def sync(wait: bool = False) -> None:
-    """Run the operations that were recorded; with `wait`, return when they are done."""
+    """Run the recorded operations. With `wait`, return only when they are done."""
     import torch_xla
 
     torch_xla.sync(wait=wait)

@@ -1,4 +1,4 @@
-"""`torchacc.dist`: which rank this is, and waiting for the others."""
+"""`torchacc.dist`: functions that return ranks and wait for other ranks."""
 
 from __future__ import annotations
 
@@ -48,36 +48,43 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return this rank."""
+    """Return the global rank of this process."""
     return read_rank_environment().rank
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host."""
+    """Return the rank of this process on its host."""
     return read_rank_environment().local_rank
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Return whether this is the first rank of its host (`local`), or of the whole job."""
+    """Return whether this is the first rank of its host (if `local`) or of the job."""
     return (local_rank() if local else rank()) == 0
 
 
 def init_process_group(config: Any = None) -> None:
-    """Join the job. Not needed: the first call that communicates does it. `config` may be given as TorchAcc has it."""
+    """Join the job.
+
+    This call is optional, because the first call that communicates does the same. `config` is only accepted for
+    compatibility with TorchAcc.
+    """
     joined()
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Wait until every rank is here.
+    """Wait until every rank has reached this call.
 
     Args:
-        tag: name of the place; the same on every rank.
-        payload: a message to the others; those of all ranks are returned, in rank order.
-        replicas: the ranks that take part; none means all, which is what is supported.
+        tag: The name of the rendezvous, which must be the same on every rank.
+        payload: A message to the other ranks.
+        replicas: The participating ranks. Only all ranks, which is the default, are supported.
+
+    Returns:
+        The messages of all ranks, in rank order.
 
     Raises:
-        CommunicationError: a rank waits at another place.
-        ConfigError: only some ranks are to take part.
+        CommunicationError: If a rank waits with another tag.
+        ConfigError: If `replicas` does not contain all ranks.
     """
     environment = joined().environment
     if replicas and sorted(replicas) != list(range(environment.world_size)):

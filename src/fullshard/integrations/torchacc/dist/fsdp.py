@@ -1,4 +1,4 @@
-"""`torchacc.dist.fsdp`: what becomes of every rank's file."""
+"""`torchacc.dist.fsdp`: consolidation of the files that every rank has written."""
 
 from fullshard.integrations.torchacc.saving import consolidate_sharded_model_checkpoints
 
