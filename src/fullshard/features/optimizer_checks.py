@@ -1,4 +1,4 @@
-"""Refuse optimizers that would compute something else with a rank's part than with the whole."""
+"""Refuse optimizers that would compute different results from a rank's part than from the complete tensor."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
 
 
 class OptimizerCheck(Extension):
-    """Check optimizers of one model's parameters."""
+    """Check the optimizers of one model's parameters."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that needs whole tensors, or memory in one piece that a parameter has not."""
+        """Raise if an optimizer needs unsharded tensors, or contiguous memory that a parameter does not have."""
         adapter = adapter_of(optimizer)
         if not adapter.works_on_parts:
             _check_whole(type(optimizer))
@@ -59,7 +59,7 @@ class OptimizerCheck(Extension):
 
 
 def _check_whole(kind: type) -> None:
-    """Refuse an optimizer that needs whole tensors; of one that may only be called like that, say what it costs."""
+    """Raise if an optimizer needs unsharded tensors; warn of the cost if only its name suggests that."""
     name, names = f"{kind.__module__}.{kind.__name__}", {cls.__name__ for cls in kind.__mro__}
     ours = _in_place_of(kind, names)
     if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):
@@ -78,7 +78,7 @@ def _check_whole(kind: type) -> None:
 
 
 def _in_place_of(kind: type, names: set[str]) -> str:
-    """Return the line to write in place of an optimizer that needs whole tensors; empty if there is none."""
+    """Return a hint for replacing an optimizer that needs unsharded tensors; empty if there is none."""
     if "Adafactor" in names:
         return _on_owners(kind, "whole_parameters=True, ...")
     if "Muon" in names:

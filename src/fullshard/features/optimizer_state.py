@@ -1,6 +1,6 @@
-"""Lay out the tensors of an optimizer's state dict as their parameters, and cut plain ones when loaded.
+"""Wrap the tensors in optimizer state dicts as sharded tensors, and shard plain ones when they are loaded.
 
-The functions that replace torch's methods have the same argument names: torch itself calls
+The functions that replace torch's methods keep the argument names, because torch itself calls
 `state_dict(self=optimizer)`.
 """
 
@@ -31,7 +31,7 @@ LOAD_STATE_DICT = Replaced.of(torch.optim.Optimizer, "load_state_dict")
 
 @functools.wraps(STATE_DICT.torchs)
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals."""
+    """Return torch's state dict, with this rank's intervals wrapped as `ShardedTensor`s."""
     adapter = adapter_of(self)
     adapter.rest(self)
     for parameter in (p for p in self.state if isinstance(p, ShardedParameter)):
@@ -47,7 +47,7 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return state of plain tensors as the optimizer keeps it: laid out as the parameter, unless that is plain."""
+    """Return plain state in the optimizer's format, with the layout of the parameter unless state is plain."""
     if isinstance(parameter, ShardedParameter) and not adapter_of(optimizer).keeps_plain_state:
         return _wrapped(optimizer, state, parameter)
     return state
@@ -64,7 +64,7 @@ def _wrapped(optimizer: torch.optim.Optimizer, state: dict[str, Any], parameter:
 
 @functools.wraps(LOAD_STATE_DICT.torchs)
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as torch does, after whole tensors are cut to this rank's intervals."""
+    """Load as torch does, after unsharded tensors are cut to this rank's intervals."""
     adapter_of(self).rest(self)
     LOAD_STATE_DICT.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
@@ -87,9 +87,10 @@ def _map_states(
 def cut_state(
     state: dict[str, Any], sharded: ShardedParameter, *, optimizer: torch.optim.Optimizer
 ) -> Mapping[str, Any]:
-    """Return the state of a whole parameter, cut to this rank's interval; state that is cut must be this rank's.
+    """Return the state of an unsharded parameter, cut to this rank's interval.
 
-    State that is laid out in a way of its own stays as it is: see `OptimizerAdapter.is_laid_out`.
+    State that is already sharded must be for this rank's interval. State with a separate layout is not changed: see
+    `OptimizerAdapter.is_laid_out`.
     """
     cut = {}
     for key, kept in state.items():
@@ -116,21 +117,21 @@ def cut_state(
 
 @functools.cache
 def install() -> None:
-    """Put them in the place of torch's methods."""
+    """Replace torch's methods with the functions of this module."""
     replace({STATE_DICT: state_dict, LOAD_STATE_DICT: load_state_dict})
 
 
 def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
-    """Replace original parameters by the sharded ones that stand for them, in place, group by group.
+    """Replace original parameters with their sharded versions, in place, group by group.
 
-    Hyper-parameters and the order of groups stay. Optimizer state is cut to this rank's interval.
+    Hyperparameters and the order of groups do not change. Optimizer state is cut to this rank's interval.
 
     Args:
-        optimizer: made before the model was sharded; others are left as they are.
-        model: the model, to check that the optimizer holds something of it.
+        optimizer: an optimizer created before the model was sharded. Any other optimizer is left unchanged.
+        model: the model, to check that the optimizer holds some of its parameters.
 
     Raises:
-        OptimizerError: as `check_optimizer`; or nothing in the optimizer belongs to `model`.
+        OptimizerError: The optimizer fails `check_optimizer`, or holds no parameter of `model`.
     """
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):

@@ -1,4 +1,4 @@
-"""One rank wants to stop, and all learn of it at the end of the same backward (`core.stopping`)."""
+"""One rank requests a stop, and all ranks agree at the end of the same backward (`core.stopping`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from fullshard.engine.extension import Extension
 
 
 class StopTogether(Extension):
-    """Carries the wish to stop in the message that ends a backward."""
+    """Send the request to stop in the message that ends a backward."""
 
     def message(self) -> bytes:
-        """Return a byte: whether this rank wants to stop."""
+        """Return a byte that tells whether this rank requests a stop."""
         return bytes([STOPPING.is_wanted])
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Agree to stop if any rank wants to, along the axes of tensor parallelism too. A collective along those."""
+        """Agree to stop if any rank requests it.
+
+        With tensor parallelism this is a collective along its axes, too.
+        """
         is_wanted = bool(largest[0])
         for outer in self.model.outer_groups() if STOPPING.is_listened_to else ():
             flag = torch.tensor([is_wanted], dtype=torch.uint8, device=self.model.mesh.device)

@@ -27,7 +27,7 @@ from fullshard.features.dtensor_ops.methods import reduced
 class _Whole(SpreadTensor):
     """A tensor that is complete on every rank.
 
-    A tensor derived from it with another class is independent on each rank, and so is its gradient.
+    A tensor of another class made from it is independent on each rank, with separate gradients.
     """
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

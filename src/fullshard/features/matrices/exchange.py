@@ -67,7 +67,7 @@ Take = Callable[[ShardedParameter, torch.Tensor], None]
 class WholeMatrices:
     """The matrices of an optimizer's parameters on one mesh, dealt to its ranks.
 
-    Every rank must pass the same parameters. `flattened` has the ids of parameters with three or more dims that are one
+    Every rank must pass the same parameters. `flattened` has the ids of parameters with three dims that are one
     matrix instead of a batch.
     """
 

@@ -1,15 +1,16 @@
-"""Host memory beside a device: the buffers there, and the two ways between host and device.
+"""Host memory next to a device: its buffers, and copies between host and device in both directions.
 
-    to the device    compute shards for a unit's gather, on a stream of their own, as early as that is issued; and
-                     activations, one unit ahead of backward (`pages`)
-    to the host      reduced gradients, on another stream, while backward goes on; and activations, during forward
+    to the device    compute shards for a unit's all-gather, copied on a separate stream as soon as the all-gather is
+                     issued, and activations, one unit ahead of backward (`pages`)
+    to the host      reduced gradients, copied on another stream while backward continues, and activations, during
+                     forward
 
-Each copy is waited for where its result is used: a gather's `wait` has the computing stream wait, a gradient's blocks
-the host, because ordinary tensors follow there that any code may read. `settle` waits for copies that still read
-host memory. Without streams each copy is over when the call returns, and nothing else is different.
+Each copy is waited for where its result is used. The `wait` of an all-gather makes the compute stream wait. The `wait`
+of a gradient blocks the host, because any code may read the resulting plain tensor. `settle` waits for copies that
+still read host memory. Without streams each copy is complete when the call returns, and nothing else changes.
 
-On a CPU, device and host are one and nothing is moved, except in a rehearsal: "the host" is then further memory, and
-copies and events are the same as for any other device.
+On a CPU, host and device are the same and nothing is moved, except in a rehearsal. "The host" is then a separate
+allocation, and copies and events are the same as for any other device.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ LEAVING = 1
 
 
 class Host:
-    """Host memory beside one device, and the copies to and from it.
+    """Host memory for one device, and the copies between the two.
 
     Args:
-        device: the one that computes. With a CPU, or the meta device, copies are plain ones.
+        device: the compute device. With a CPU or the meta device, copies are synchronous.
         pins: whether to page-lock buffers.
-        overlaps: whether to copy beside computing.
+        overlaps: whether copies overlap with computation.
     """
 
     def __init__(self, device: torch.device, *, pins: bool, overlaps: bool) -> None:
@@ -51,19 +52,19 @@ class Host:
         self._leaving: deque[_Leaving] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory, shape (numel,)."""
+        """Return uninitialised host memory of shape (numel,)."""
         return torch.empty(numel, dtype=dtype, device=self._place, pin_memory=self._pins)
 
     def copying_to_device(self) -> AbstractContextManager[object]:
-        """Launch copies inside beside computing, after everything that computing has launched so far.
+        """Enqueue copies inside the block on a separate stream, after all computation launched so far.
 
-        Memory allocated inside belongs to the copying stream. Its owner has the computing stream use it before freeing
-        it, so it must not be used again before that; the wait at the beginning ensures this.
+        Memory allocated inside belongs to the copy stream. Its owner must make the compute stream use it before freeing
+        it, and it must not be reused earlier than that; the wait at the beginning ensures this.
         """
         return self._beside(self._to_device)
 
     def arriving(self, work: Work) -> Work:
-        """Return `work`, launched inside `copying_to_device`, so that waiting for it waits for the copies too."""
+        """Return `work`, launched inside `copying_to_device`, with a wait that includes the copies."""
         if self._to_device is not None:
             self._reading = self._to_device.record_event()
             copied = Copied(self._reading, self._device)
@@ -78,7 +79,7 @@ class Host:
         return work
 
     def send(self, work: Work) -> Work:
-        """Copy the result of `work`, a tensor on the device, to the host as soon as the result exists."""
+        """Copy the result of `work` from the device to the host as soon as it is available."""
         with self._beside(self._to_host):
             tensor = work.wait()
             home = self.empty(tensor.numel(), tensor.dtype)
@@ -92,7 +93,7 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Return whether host and device are of one kind, so that a tensor does not show where it is."""
+        """Return whether host and device have the same type, so that a tensor does not show where it is."""
         return self._place.type == self._device.type
 
     def is_there(self, tensor: torch.Tensor) -> bool:
@@ -100,13 +101,13 @@ class Host:
         return tensor.device.type == self._place.type
 
     def copy_of(self, flat: torch.Tensor, *, to_host: bool) -> torch.Tensor:
-        """Copy a 1-D tensor to the other side, in the computing stream; on the host it is ready after `finish`."""
+        """Copy a 1-D tensor to the other side on the compute stream; host copies are complete after `finish`."""
         return self._like(flat, on_host=to_host).copy_(flat, non_blocking=self._pins)
 
     def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:
-        """Copy 1-D tensors to the other side beside computing, after everything that computing has launched.
+        """Copy 1-D tensors to the other side on a separate stream, after all computation launched so far.
 
-        Wait before reading the copies, or freeing the tensors they are made of.
+        Wait before you read the copies or free the source tensors.
         """
         stream = self._to_host if to_host else self._to_device
         with self._beside(stream):
@@ -116,7 +117,7 @@ class Host:
         return made, self._copied(stream)
 
     def _copied(self, stream: torch.Stream | None) -> Copied:
-        """Return the end of everything launched on a stream so far."""
+        """Return a handle to wait for all work launched on a stream so far."""
         return Copied(None if stream is None else stream.record_event(), self._device)
 
     def _like(self, flat: torch.Tensor, *, on_host: bool) -> torch.Tensor:
@@ -125,12 +126,12 @@ class Host:
         return torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
 
     def finish(self) -> None:
-        """Wait until all copies made by `copy_of` are there."""
+        """Wait until all copies made by `copy_of` are complete."""
         if self._pins:
             torch.accelerator.current_stream(self._device).synchronize()
 
     def settle(self) -> None:
-        """Wait until no gather reads host memory: after that, it may change at any time."""
+        """Wait until no gather reads host memory, so that it may change at any time."""
         if self._reading is not None:
             self._reading.synchronize()
             self._reading = None
@@ -145,13 +146,13 @@ class Host:
 
 @functools.cache
 def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
-    """Return the host of all models that compute on `device`."""
+    """Return the `Host` shared by all models that compute on `device`."""
     return Host(device, pins=pins, overlaps=overlaps)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """Say how to rebuild a tensor from its storage."""
+    """The layout needed to rebuild a tensor from its storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -160,43 +161,43 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageView:
-        """Return the recipe that makes `tensor` of its storage."""
+        """Return the layout of `tensor` in its storage."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def of_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Make the same tensor of another storage, on any device."""
+        """Return a tensor with the same layout in another storage, on any device."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all bytes of a storage."""
+    """Return all bytes of a storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The end of a copy that may be under way."""
+    """A handle to wait for the end of a copy."""
 
     event: torch.Event | None
     device: torch.device
 
     def wait(self) -> None:
-        """Have the current stream wait for the copy."""
+        """Make the current stream wait for the copy."""
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """A tensor on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     home: torch.Tensor
     tensor: torch.Tensor | None
     copied: Copied
 
     def release(self) -> None:
-        """Let what computes after the copy use the device's memory again."""
+        """Let later computation reuse the tensor's device memory once the copy is complete."""
         if self.tensor is not None:
             self.copied.wait()
         self.tensor = None

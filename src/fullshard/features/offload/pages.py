@@ -1,18 +1,20 @@
-"""Keep saved tensors, those that autograd saves between forward and backward, in host memory meanwhile.
+"""Keep the tensors that autograd saves in host memory between forward and backward.
 
-A page is all that is saved from one unit's beginning to the next one's. Pages are written in forward and read in
-backward, the last one first, so each needs to be on the device twice only:
+A page contains all tensors saved from the beginning of one unit to the beginning of the next one. Forward writes pages
+and backward reads them in reverse order, so each page is on the device only twice:
 
-    the next unit begins   the page is complete: it is copied to the host, while that unit computes
-    and the one after      the copy is waited for, and the device's memory given up
-    backward wants it      it is there: it was copied back while the page after it was in use; now the one before it is
+    the next unit begins   the page is complete and is copied to the host while that unit computes
+    the unit after begins  the device waits for the copy and frees the memory
+    backward needs it      it was copied back while backward used the page after it; now the copy of the page before
+                           it starts
 
-So the device holds two pages, and the last one, of the last unit and of all that follows it (head, loss), never leaves:
-backward begins with it. With checkpointing inside a unit a page is that unit's input.
+The device therefore holds two pages, plus the last one: the page of the last unit and all that follows (head, loss)
+stays on the device, because backward starts with it. If activations inside a unit are checkpointed, a page consists of
+that unit's input.
 
-A storage is moved once, however many views of it are saved, and only if it has no other holder, because moving it would
-free nothing then. It is left to the next page instead. So attention masks and rotation tables, which every layer saves,
-stay where they are, and no code can change a storage while it is copied.
+A storage is moved only once, even if several views of it are saved, and only if there is no other holder. Otherwise,
+moving it would not free memory, so it is passed on to the next page. For this reason attention masks and rotary tables,
+which every layer saves, stay on the device, and no code can change a storage while it is copied.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ statistics of norms and attention, four bytes per token beside thousands."""
 
 
 class Pages:
-    """Know which pages of a model there are, and where."""
+    """The pages of one model and their current locations."""
 
     def __init__(self, units: Sequence[Unit], host: Host) -> None:
         self._host, self._device = host, units[-1].mesh.device
@@ -60,17 +62,17 @@ class Pages:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Pages | None:
-        """Return the pages of units of which at least one has its activations on the host."""
+        """Return the pages of a list of units, or None if no unit has its activations on the host."""
         storages = (unit.storage for unit in units if isinstance(unit.storage, HostStorage))
         return next((cls(units, storage.host) for storage in storages if storage.offload.activations), None)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def begin(self, *, ahead: bool) -> None:
-        """Begin a forward of the model; `ahead`: its backward may have two pages on the device.
+        """Start a forward of the model; `ahead` allows backward to keep two pages on the device.
 
-        Do nothing without autograd, or under hooks of other code: a script that checkpoints the whole model has
-        decided what to keep.
+        Do nothing without autograd, or inside other code's hooks for saved tensors: a script that checkpoints the
+        complete model has already decided what to keep.
         """
         self.end()  # of a forward that was interrupted
         self._ahead, self._wanted = ahead, None
@@ -80,7 +82,7 @@ class Pages:
             self._is_watching = True
 
     def turn(self, unit: Unit) -> None:
-        """Begin a unit: tensors saved from here on go to its page, and the page before is complete."""
+        """Start the page of a unit, which receives all tensors saved from here on, and send the previous page."""
         if not self._is_watching:
             return
         self._give_up()
@@ -90,14 +92,14 @@ class Pages:
             self._send(before, self.page)
 
     def end(self) -> None:
-        """End a forward, whether it is over or has failed."""
+        """End a forward that has completed or failed."""
         if self._is_watching:
             self._is_watching = False
             self._hooks.__exit__()
         self._give_up()
 
     def _send(self, page: Page, following: Page) -> None:
-        """Copy the storages that only this page holds to the host, and leave the rest to the next page."""
+        """Copy the storages held only by this page to the host, and pass the others on to the next page."""
         if not page.unit.storage.offload.activations:
             return
         blocks = []
@@ -116,7 +118,7 @@ class Pages:
             page.emit(EventKind.TO_HOST, blocks)
 
     def _give_up(self) -> None:
-        """Free the device's memory of the page under way, for the computation after the copy."""
+        """Free the device memory of the page that is being sent, once its copy is complete."""
         if self._leaving is not None:
             blocks, copied = self._leaving
             copied.wait()
@@ -171,7 +173,7 @@ class Pages:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def want(self, page: Page) -> None:
-        """Fetch the page that backward needs now: make computing wait for it, and start copying the one before."""
+        """Make computation wait for the page that backward needs now, and start to copy the previous page."""
         if page is self._wanted:
             return
         self._bring(page)
@@ -197,7 +199,7 @@ class Pages:
 
 
 class Page:
-    """The tensors saved from one unit's beginning to the next one's; blocks live as long as the graph wants them."""
+    """The tensors saved between the beginnings of two units. The autograd graph keeps the blocks alive."""
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number = unit, number
@@ -206,24 +208,24 @@ class Page:
 
     @property
     def blocks(self) -> Iterable[_Block]:
-        """Yield the blocks that autograd still wants, and that no later page has taken."""
+        """Yield the blocks that autograd still needs and that no later page has taken over."""
         for reference in self._blocks:
             block = reference()
             if block is not None and block.page is self:
                 yield block
 
     def add(self, block: _Block) -> None:
-        """Take a block, from the page before if that has it."""
+        """Add a block, and remove it from the page it was in."""
         block.page = self
         self._blocks.append(weakref.ref(block))
 
     def emit(self, kind: EventKind, blocks: Iterable[_Block]) -> None:
-        """Tell the sink of a copy."""
+        """Report a copy to the event sink."""
         self.unit.emit(kind, sum(block.nbytes for block in blocks), what="activations")
 
 
 class _Block:
-    """One storage that the graph saves tensors in; owned by those."""
+    """A storage with tensors saved by the graph; those tensors keep it alive."""
 
     __slots__ = ("__weakref__", "nbytes", "on_device", "on_host", "page", "storage_id")
 
@@ -237,12 +239,12 @@ class _Block:
 
 @dataclass(slots=True)
 class _Saved:
-    """A saved tensor's stand-in in the graph.
+    """The object that the graph holds in place of a saved tensor.
 
     Attributes:
-        tensor: the tensor, if it stays; else an empty one that shares its count of changes.
-        version: that count, when it was saved.
-        block, view: the place of its data; None if it stays.
+        tensor: the tensor if it stays on the device; otherwise an empty tensor that shares its version counter.
+        version: value of that counter when the tensor was saved.
+        block, view: location of the data, or None if the tensor stays on the device.
     """
 
     tensor: torch.Tensor
@@ -253,7 +255,7 @@ class _Saved:
 
 @functools.cache
 def _uses_of_one_holder() -> int:
-    """Return torch's count for a storage that a block alone holds; not all releases count Python's object."""
+    """Return torch's use count of a storage held only by one block; it differs between torch releases."""
     tensor = torch.empty(1)
     block = _Block(tensor.untyped_storage())
     del tensor
@@ -261,7 +263,7 @@ def _uses_of_one_holder() -> int:
 
 
 class ActivationOffload(Extension):
-    """Move the pages of one model, if it has its activations on the host."""
+    """Move the pages of one model if its activations are on the host."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
@@ -270,11 +272,11 @@ class ActivationOffload(Extension):
         self._is_checked = False
 
     def materialized(self) -> None:
-        """Find out whether any unit has its activations on the host."""
+        """Create the pages if any unit has its activations on the host."""
         self._pages = Pages.of(self.model.units)
 
     def forward_begins(self) -> None:
-        """Begin with the first page."""
+        """Prepare to write pages."""
         if self._pages is None:
             return
         if not self._is_checked:
@@ -283,21 +285,21 @@ class ActivationOffload(Extension):
         self._pages.begin(ahead=self.model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
     def call_begins(self, unit: Unit) -> None:
-        """Begin a page before the unit saves anything."""
+        """Start a page before the unit saves any tensors."""
         if self._pages is not None:
             self._pages.turn(unit)
 
     def call_ends(self, unit: Unit, call: Call) -> None:
-        """Remember which page backward needs when it comes to the outputs of this forward."""
+        """Remember which page backward needs when it reaches the outputs of this forward."""
         if self._pages is not None and self._pages.page is not None:
             self._page_of[call] = self._pages.page
 
     def call_backward_begins(self, unit: Unit, call: Call) -> None:
-        """Wait for the page, and bring the one before it."""
+        """Wait for the page, and start to copy the previous one back."""
         if self._pages is not None and (page := self._page_of.get(call)) is not None:
             self._pages.want(page)
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Begin no more pages."""
+        """Stop writing pages."""
         if self._pages is not None:
             self._pages.end()

@@ -1,4 +1,4 @@
-"""Shards of which some are in host memory: where each tensor of a bucket is, and when it is copied."""
+"""Storage of shards that are partly in host memory: the location of each tensor, and when it is copied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host: Host, way: EventKind) -> None:
-    """Copy the state of buckets whose state visits the device there before a step, or back after it."""
+    """Copy the optimizer state that visits the device there before a step, or back after it."""
     visiting = {bucket for bucket in buckets if bucket.plan.state_visits_device}
     if not visiting:
         return
@@ -50,7 +50,7 @@ def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a state's value; one of a wrapper class is made of several. Step counts stay."""
+    """Yield the plain tensors in a state value, unwrapping tensor subclasses. Step counts are excluded."""
     if isinstance(value, ShardedTensor):
         yield value.local
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
@@ -61,7 +61,7 @@ def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
-    """Copy the memory that `tensors` are views of, and make them views of the copy."""
+    """Copy the memory that `tensors` share, and make them views of the copy."""
     copy = host.copy_of(bytes_of(tensors[0].untyped_storage()), to_host=way is EventKind.TO_HOST).untyped_storage()
     for tensor in tensors:
         view = StorageView.of(tensor).of_storage(copy)
@@ -73,16 +73,16 @@ def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPolicy:
-    """Choose what lives in host memory. By default nothing does.
+    """Choose what is kept in host memory. By default nothing is.
 
     Attributes:
         compute_shards, main_weights: see `core.offload.Offload`.
-        optimizer_state: the same; None: where the main weights are.
-        activations: the same; not a part of "everything", which means parameters.
-        pin_memory: page-lock host memory, without which copies wait for one another.
+        optimizer_state: see `core.offload.Offload`; None means the location of the main weights.
+        activations: see `core.offload.Offload`; not included in "everything", which refers to parameters.
+        pin_memory: page-lock host memory. Otherwise, copies do not overlap.
 
     Raises:
-        ConfigError: an impossible combination.
+        ConfigError: The combination is not possible.
     """
 
     compute_shards: bool = False
@@ -96,15 +96,15 @@ class OffloadPolicy:
 
     @property
     def offload(self) -> Offload:
-        """Return the four switches."""
+        """Return the switches as an `Offload`."""
         return Offload.of(False, self.compute_shards, self.main_weights, self.optimizer_state, self.activations)
 
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Offload everything that is sharded. On a CPU it is there anyway, and nothing is moved.
+    """Offload everything that is sharded. On a CPU nothing is moved, because it is already there.
 
-    As in torch, `pin_memory` is the one argument that may be given without its name.
+    As in torch, `pin_memory` is the only argument that may be positional.
     """
 
     compute_shards: bool = field(default=True, kw_only=True)
@@ -113,7 +113,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def offload_of(policy: Any) -> Offload | None:
-    """Return what a policy offloads, fullshard's or torch's (FSDP1 or FSDP2); None if it is neither."""
+    """Return what a policy of fullshard or torch (FSDP1 or FSDP2) offloads, or None for another object."""
     if isinstance(policy, OffloadPolicy):
         return policy.offload
     if hasattr(policy, "offload_params"):
@@ -123,13 +123,13 @@ def offload_of(policy: Any) -> Offload | None:
 
 
 class OneMemory(Storage):
-    """Shards on a CPU, where host and device are one, whatever is to be offloaded."""
+    """Storage of shards on a CPU, where host and device are the same and nothing needs to be offloaded."""
 
     def __init__(self, wanted: Offload) -> None:
         self._wanted = wanted
 
     def check(self, plans: Sequence[UnitPlan]) -> None:
-        """Refuse what cannot be."""
+        """Raise for combinations that are not possible."""
         if self._wanted.activations:
             check_offloads_activations(len(plans))
         is_frozen = (not slot.parameter.requires_grad for plan in plans for slot in plan.slots)
@@ -142,10 +142,10 @@ class OneMemory(Storage):
 
 
 class HostStorage(OneMemory):
-    """Shards beside a device whose memory is its own.
+    """Storage of shards for a device with separate memory.
 
     Attributes:
-        host: makes buffers on the host and copies them.
+        host: allocates buffers on the host and copies them.
     """
 
     def __init__(self, offload: Offload, host: Host) -> None:
@@ -153,19 +153,19 @@ class HostStorage(OneMemory):
         self.offload, self.host = offload, host
 
     def is_home(self, device: torch.device) -> bool:
-        """Return whether it is the host."""
+        """Return whether `device` is the host."""
         return device.type == "cpu"
 
     def _empty(self, bucket: BucketSpec, dtype: torch.dtype) -> torch.Tensor:
         return self.host.empty(bucket.plan.main_numel, dtype)
 
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
-        """Return zeros on the host, if main weights are there."""
+        """Return zeros on the host if the main weights are there, or on the device if not."""
         is_there = bucket.plan.main_is_on_host
         return self._empty(bucket, bucket.dtype).zero_() if is_there else super().make_main(bucket)
 
     def make_compute_shard(self, bucket: Bucket) -> torch.Tensor:
-        """Return `main`, or memory for a copy of it, on the device or in the compute dtype."""
+        """Return `main`, or memory for a copy on the device or in the compute dtype."""
         if bucket.plan.compute_shard_is_main:
             return bucket.main
         if bucket.plan.is_gathered_from_host:
@@ -173,7 +173,7 @@ class HostStorage(OneMemory):
         return torch.empty(bucket.plan.main_numel, dtype=bucket.compute_shard_dtype, device=bucket.mesh.device)
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
-        """Copy the compute shard to the device, if it is on the host or is outdated there, and gather it."""
+        """Copy the compute shard to the device if it is on the host or outdated, and all-gather it."""
         is_outdated = bucket.compute_shard is not bucket.main and is_changed
         if not (bucket.plan.is_gathered_from_host or is_outdated):
             return super().gather(bucket, exactly=exactly, is_changed=is_changed)
@@ -187,7 +187,7 @@ class HostStorage(OneMemory):
 
     @torch.no_grad()
     def _update_compute_shard(self, bucket: Bucket) -> None:
-        """Cast the changed `main` on the host; copy the result to a compute shard on the device."""
+        """Cast the changed `main` on the host, and copy the result to the compute shard."""
         cast = bucket.main
         if bucket.compute_shard_dtype != bucket.dtype:
             is_there = bucket.plan.is_gathered_from_host
@@ -197,7 +197,7 @@ class HostStorage(OneMemory):
             bucket.compute_shard.copy_(cast, non_blocking=cast.is_pinned())
 
     def take_gradient(self, bucket: Bucket, reduced: Work, nbytes: int) -> Work:
-        """Copy it to the host as soon as it is reduced."""
+        """Copy a gradient to the host as soon as it is reduced."""
         work = self.host.send(reduced)
         bucket.owner.emit(EventKind.TO_HOST, nbytes, what="gradient", bucket=bucket.number)
         return work
@@ -207,7 +207,7 @@ class HostStorage(OneMemory):
         self.host.settle()
 
     def before_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Bring state to the main weights, wherever they are."""
+        """Move optimizer state to the device before an update, if necessary."""
         if any(bucket.plan.main_is_on_host for bucket in buckets):
             for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers: they would wait for no copy
                 if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
@@ -215,12 +215,12 @@ class HostStorage(OneMemory):
         move_state(optimizer, buckets, self.host, EventKind.TO_DEVICE)
 
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Send state, made or loaded on the device, to the host."""
+        """Move optimizer state that was created or loaded on the device to the host."""
         move_state(optimizer, buckets, self.host, EventKind.TO_HOST)
 
 
 def store_on_host(policy: Any, device: torch.device) -> Storage | None:
-    """Return the storage of a policy, fullshard's or torch's (which has one switch); None for anything else."""
+    """Return the storage for a policy of fullshard or torch (which has one switch), or None for another object."""
     wanted = offload_of(policy)
     # FSDP1's policy has no `pin_memory`.
     return None if wanted is None else _storage(wanted, device, getattr(policy, "pin_memory", True), OFFLOAD.read())
@@ -234,7 +234,7 @@ def _storage(wanted: Offload, device: torch.device, pins: bool, mode: str | None
 
 
 def check_offloads_activations(units: int) -> None:
-    """Refuse activations on the host for a model of one unit: backward would begin with all of them."""
+    """Raise if a model with offloaded activations has only one unit: backward would start with all of them."""
     if units == 1:
         raise ConfigError(
             "activations on the host with the whole model as one unit: backward begins with all of them",

@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ sent to the host. Since 2.8."""
 
 
 def are_saved_elsewhere() -> bool:
-    """Return whether `saved_tensors_hooks` are active here: a checkpoint has its own. Since 2.8."""
+    """Return whether `saved_tensors_hooks` are active, as inside a checkpoint. Since torch 2.8."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
