@@ -15,15 +15,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, Mxfp4Config
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    DeepseekV3Config,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    Mxfp4Config,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.quantizers.auto import AutoHfQuantizer
 from typer.testing import CliRunner
 
 import fullshard
 from fullshard import Accelerator
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, load_pretrained, save_checkpoint
+from fullshard.checkpoint.coded_files import stored_values
 from fullshard.checkpoint.offline import open_merged
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.layout import Interval
 from fullshard.engine.lookup import units_of
 from fullshard.features.quantized_weights.at_rest import CodedBucket
 from fullshard.features.quantized_weights.codecs import codec
@@ -72,6 +83,34 @@ def gpt_oss(path: Path) -> Path:
     return path
 
 
+DEEPSEEK = DeepseekV3Config(
+    **{"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128},
+    **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
+    **{"max_position_embeddings": 64, "dtype": "bfloat16"},
+)
+
+
+def deepseek(path: Path, block: list[int], scale_fmt: str = "float") -> Path:
+    """Write a small DeepSeek-V3 whose linear layers and experts are in FP8, quantised by Transformers' own code."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(DEEPSEEK, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(path)
+    config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_fmt)
+    operation = Fp8Quantize(AutoHfQuantizer.from_config(config))
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in [name for name in tensors if name.endswith("_proj.weight") or "kv_a_proj" in name]:
+            tensors |= operation.convert({name: tensors.pop(name)})
+        return tensors
+
+    rewrite(path, change, config.to_dict())
+    return path
+
+
 def held(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """Return this rank's parts of each coded weight, by its name."""
     buckets = [bucket for unit in units_of(model) for bucket in unit.buckets if isinstance(bucket, CodedBucket)]
@@ -102,7 +141,7 @@ def test_mxfp4_stays_as_it_is_in_the_files(
     reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=widened, dtype=dtype)
     with caplog.at_level(logging.WARNING):
         model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path, dtype=dtype)
-    assert "parameters stay mxfp4, as the files have them, and are frozen" in caplog.text
+    assert "parameters remain mxfp4, as in the files, and are frozen" in caplog.text
     experts = experts_of(model)
     assert len(experts) == 4 and not any(model.get_parameter(name).requires_grad for name in experts)
     assert getattr(model.config, "quantization_config", None) is None
@@ -143,7 +182,8 @@ def check_training(path: Path, targets: dict[str, Any], widened: Any) -> None:
     """Train adapters on coded weights; losses are those of one process on the values, as Transformers reads them."""
     rank, size = rank_and_size()
     reference = AutoModelForCausalLM.from_pretrained(path, quantization_config=widened, dtype=torch.float32)
-    expected = adapted(reference.requires_grad_(False), **targets)
+    # Transformers leaves what is no code in bf16 there, whatever it is asked for.
+    expected = adapted(reference.float().requires_grad_(False), **targets)
     model = adapted(fullshard.from_pretrained(AutoModelForCausalLM, path, dtype=torch.float32), **targets)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(model)
@@ -251,3 +291,83 @@ def test_quantised_files_that_cannot_be_read_are_refused_by_every_reader(tmp_pat
     sharded = Accelerator(cpu=True).prepare(model)
     with pytest.raises(ConfigError, match=r"quantised already \(gptq\)"):
         load_pretrained(tmp_path / "base", sharded)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_fp8_stays_as_it_is_in_the_files(scale_fmt: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    deepseek(tmp_path, [64, 128], scale_fmt)
+    widened = FineGrainedFP8Config(dequantize=True)
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=widened)
+    with caplog.at_level(logging.WARNING):
+        model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert "parameters remain fp8, as in the files" in caplog.text and "blocks that no form" not in caplog.text
+    coded = {n for n, p in model.named_parameters() if n.endswith(("_proj.weight", "_mqa.weight", *EXPERTS))}
+    sharded = same_values(model, reference, coded)
+    stored = load_file(tmp_path / "model.safetensors")
+    own = held(sharded)["model.layers.0.mlp.down_proj.weight"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(own["codes"].view(torch.uint8), stored[name].view(torch.uint8).view(-1))
+    scales = stored[f"{name}_scale_inv"].float().repeat_interleave(64, 0)
+    assert torch.equal(own["scales"], scales.view(-1))
+    model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path, quantization_config=widened)
+    same_values(model, reference, set())
+
+
+def test_fp8_in_blocks_that_no_form_has_is_read_as_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    deepseek(tmp_path, [64, 32])
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    with caplog.at_level(logging.WARNING):
+        model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert "are codes in the files, in blocks that no form at rest has" in caplog.text
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    same_values(model, reference, set())
+
+
+def test_rows_that_are_no_whole_number_of_blocks_have_the_scales_of_theirs(tmp_path: Path) -> None:
+    """Transformers refuses such matrices, or cuts them into equal parts; what writes them has a shorter last block."""
+    codes = torch.randn(3, 200, 256).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 2)
+    save_file({"x": codes, "x_scale_inv": scales}, tmp_path / "model.safetensors")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fp8}))
+    source = stored_values(tmp_path)["x"]
+    whole = codes.float() * scales.repeat_interleave(128, 1)[:, :200].repeat_interleave(128, 2)
+    for interval in (Interval(0, 153_600), Interval(51_111, 102_555), Interval(7, 7)):
+        out = torch.empty(interval.numel)
+        source.read(interval, out)
+        assert torch.equal(out, whole.view(-1)[interval.start : interval.stop])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("targets", [{"target_parameters": EXPERTS}, {"target_modules": "all-linear"}], ids=str)
+def test_adapters_train_on_fp8_as_on_its_values(targets: dict[str, Any], tmp_path: Path) -> None:
+    path = deepseek(tmp_path / "base", [64, 128])
+    run_ranks(check_training, 2, path, {"target_modules": []} | targets, FineGrainedFP8Config(dequantize=True))
+
+
+def test_merging_onto_fp8_is_exact(tmp_path: Path) -> None:
+    deepseek(tmp_path / "base", [64, 128])
+    check_merge(tmp_path, {"target_modules": ["o_proj", "kv_b_proj"]}, FineGrainedFP8Config(dequantize=True))
+
+
+def test_files_in_fp8_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    deepseek(tmp_path, [64, 128])
+    name = "model.layers.0.mlp.up_proj.weight"
+    whole = load_file(tmp_path / "model.safetensors")
+
+    def load(**changes: Any) -> None:
+        tensors = whole | {name if key == "codes" else f"{name}_scale_inv": value for key, value in changes.items()}
+        config = {"quant_method": "fp8", "weight_block_size": [64, 128]}
+        rewrite(tmp_path, lambda _: {n: t for n, t in tensors.items() if t is not None}, config)
+        fullshard.from_pretrained(AutoModelForCausalLM, tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"holds \S+up_proj\.weight, but no .* \S+up_proj\.weight_scale_inv"):
+        load(scales=None)
+    with pytest.raises(CheckpointError, match=r"holds \S+weight_scale_inv, but no .* \S+up_proj\.weight$"):
+        load(codes=None)
+    with pytest.raises(CheckpointError, match=r"shape \(256, 128\) .*_scale_inv \(3, 1\), expected \(4, 1\) of blocks"):
+        load(scales=torch.ones(3, 1))
+    with pytest.raises(CheckpointError, match=r"is of torch\.int8, expected torch\.float8_e4m3fn, because there is"):
+        load(codes=torch.ones(256, 64, dtype=torch.int8))

@@ -3,6 +3,7 @@
 | `quant_method` | tensors of weight `X` | stored form |
 |---|---|---|
 | `mxfp4` (gpt-oss's experts) | `X_blocks`, `X_scales`; blocks run along the last dim but one of `X` | `mxfp4` |
+| `fp8` (DeepSeek-V3, Qwen3) | `X`, `X_scale_inv`: a scale for each of, say, 128 x 128 elements | `fp8` |
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from fullshard.checkpoint.chunks import read_transposed
 from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES
 from fullshard.checkpoint.weight_files import Coded, TensorSource, json_file, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.core.forms import CPU_PIECE_NUMEL, form_of
+from fullshard.core.forms import CPU_PIECE_NUMEL, FORMS, StoredForm
 from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype
-from fullshard.features.quantized_weights.codecs import codec
+from fullshard.features.quantized_weights.codecs import codec_of
 from fullshard.features.quantized_weights.marks import Mark
 
 _Sources = Mapping[str, TensorSource]
@@ -32,7 +33,7 @@ _Sources = Mapping[str, TensorSource]
 def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
     """Return a model's configuration that says nothing of its quantised files, and what it said; None: nothing.
 
-    `asked` is the caller's `quantization_config`, which replaces that of the files if it is of the same method.
+    `asked` is the caller's `quantization_config`. As in Transformers, it can only ask for the values (`dequantize`).
 
     Raises:
         ConfigError: files that cannot be read here, or another method is asked for.
@@ -49,12 +50,12 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
             hint="leave it out: weights keep the form of the files; quantize=... gives them another",
         )
     del config.quantization_config
-    return config, said if asked is None else asked
+    return config, said
 
 
 def decoded_sources(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
     """Return the tensors of a directory with one source for each quantised weight, instead of its codes and scales."""
-    return _READERS[_method(quantisation)](stored)
+    return _READERS[_method(quantisation)](stored, quantisation)
 
 
 def stored_values(directory: Path) -> dict[str, TensorSource]:
@@ -68,8 +69,8 @@ def stored_values(directory: Path) -> dict[str, TensorSource]:
 
 
 def is_to_be_decoded(quantisation: Any) -> bool:
-    """Return whether a configuration asks for the values of quantised weights."""
-    return bool(_setting(quantisation, "dequantize"))
+    """Return whether a `quantization_config` asks for the values of quantised weights."""
+    return quantisation is not None and bool(_setting(quantisation, "dequantize"))
 
 
 def _readable_method(said: Any, directory: Path) -> str:
@@ -91,7 +92,7 @@ def _setting(quantisation: Any, name: str) -> Any:
     return quantisation.get(name) if isinstance(quantisation, Mapping) else getattr(quantisation, name, None)
 
 
-def _mxfp4(stored: _Sources) -> dict[str, TensorSource]:
+def _mxfp4(stored: _Sources, _quantisation: Any) -> dict[str, TensorSource]:
     found: dict[str, TensorSource] = {}
     for key, source in stored.items():
         name = key.removesuffix("_scales").removesuffix("_blocks")
@@ -105,9 +106,69 @@ def _mxfp4(stored: _Sources) -> dict[str, TensorSource]:
                     "expected (..., rows, blocks, 16) and (..., rows, blocks)"
                 )
             *others, rows, per_row = scales.shape
-            mark = Mark("mxfp4", is_transposed=True)
-            found[name] = coded_source((*others, per_row * 32, rows), blocks.where, mark, [blocks, scales])
+            found[name] = _coded_source(
+                (*others, per_row * 32, rows), FORMS["mxfp4"], [blocks, scales], is_transposed=True
+            )
     return found
+
+
+def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
+    block = _setting(quantisation, "weight_block_size")
+    found: dict[str, TensorSource] = {}
+    for key, source in stored.items():
+        name = key.removesuffix("_scale_inv")
+        if name != key:
+            codes = _partner(stored, name, key)
+            if codes.dtype is not torch.float8_e4m3fn:
+                raise CheckpointError(
+                    f"{codes.where}: {name} is of {codes.dtype}, expected torch.float8_e4m3fn, because there is {key}"
+                )
+            found[name] = _fp8_source(name, codes, source, block)
+        elif source.dtype in _FLOATS_OF_8_BITS:
+            _partner(stored, f"{key}_scale_inv", key)
+        elif not key.endswith(".activation_scale"):  # values are computed with, not codes
+            found[key] = source
+    return found
+
+
+def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Sequence[int] | None) -> TensorSource:
+    """Return the source of a weight with a scale for each block of rows and columns; `block` None: one for all."""
+    *others, rows, columns = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
+    height, width = (rows, columns) if block is None else block
+    grid = (*others, -(-rows // height), -(-columns // width))
+    if scales.numel != math.prod(grid) or (block is not None and scales.shape != grid):
+        raise CheckpointError(
+            f"{scales.where}: {name} has shape {codes.shape} and {name}_scale_inv {scales.shape}, expected {grid} of "
+            f"blocks of {height} x {width}"
+        )
+    # In the order of the elements, so many share a scale, whatever row and block they are in.
+    run = math.gcd(columns, width, CPU_PIECE_NUMEL)
+    form = FORMS["fp8"]
+    if run % form.block:
+        form = StoredForm("fp8", (form.parts[0], form.parts[1]._replace(elements=run)))
+    per_row = columns // form.block
+    index = torch.arange(per_row) * form.block // width
+    read = functools.partial(_read_spread, scales, (rows, height), index)
+    spread = TensorSource((*codes.shape[:-1], per_row), torch.float32, scales.where, read)
+    return _coded_source(codes.shape, form, [codes, spread])
+
+
+@torch.no_grad()
+def _read_spread(
+    scales: TensorSource, rows: tuple[int, int], columns: torch.Tensor, interval: Interval, out: torch.Tensor
+) -> None:
+    """Read scales as if each row of a matrix had its own; `rows` are those of a matrix and of a block of it."""
+    first, stop = interval.start // len(columns), -(-interval.stop // len(columns))
+    per_matrix, per_row = -(-rows[0] // rows[1]), int(columns[-1]) + 1
+    index = torch.arange(first, stop)
+    index = index // rows[0] * per_matrix + index % rows[0] // rows[1]
+    low, high = (int(index[0]), int(index[-1]) + 1) if interval.numel else (0, 0)
+    held = torch.empty((high - low) * per_row, dtype=scales.dtype)
+    scales.read(Interval(low * per_row, high * per_row), held)
+    if held.dtype is torch.uint8:  # powers of two
+        held = held.view(torch.float8_e8m0fnu)
+    spread = held.float().view(-1, per_row)[index - low][:, columns].view(-1)
+    out.copy_(spread[interval.start - first * len(columns) :][: interval.numel])
 
 
 def _partner(stored: _Sources, name: str, key: str) -> TensorSource:
@@ -116,31 +177,36 @@ def _partner(stored: _Sources, name: str, key: str) -> TensorSource:
     return stored[name]
 
 
-def coded_source(shape: tuple[int, ...], where: str, mark: Mark, parts: list[TensorSource]) -> TensorSource:
+def _coded_source(
+    shape: tuple[int, ...], form: StoredForm, parts: list[TensorSource], *, is_transposed: bool = False
+) -> TensorSource:
     """Return the source of a weight of which files hold the parts, each flattened in the order of the blocks."""
-    coded = Coded(mark, dict(zip((part.name for part in form_of(mark.form).parts), parts, strict=True)))
+    mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
+    coded = Coded(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
     read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
-    if mark.is_transposed:
+    if is_transposed:
         read = functools.partial(read_transposed, read, shape)
-    return TensorSource(shape, torch.bfloat16, where, read, coded)
+    return TensorSource(shape, torch.bfloat16, parts[0].where, read, coded)
 
 
 @torch.no_grad()
 def _read_decoded(coded: Coded, numel: int, interval: Interval, out: torch.Tensor) -> None:
     """Fill `out` with elements `interval`, counted in the order of the blocks; a piece of them is decoded at a time."""
-    form = form_of(coded.mark.form)
+    form = coded.form
     for start in range(interval.start // form.atom * form.atom, interval.stop, CPU_PIECE_NUMEL):
         piece = Interval(start, min(start + CPU_PIECE_NUMEL, -(-interval.stop // form.atom) * form.atom, numel))
         values = torch.empty(piece.numel, dtype=out.dtype, device=out.device)
         parts = {
-            p.name: torch.empty(p.numel(piece.numel), dtype=torch_dtype(p.dtype), device=out.device) for p in form.parts
+            part.name: torch.empty(part.numel(piece.numel), dtype=torch_dtype(part.dtype), device=out.device)
+            for part in form.parts
         }
         coded.fill(piece, parts)
-        codec(form.name).decode(list(parts.values()), values)
+        codec_of(form).decode(list(parts.values()), values)
         wanted = piece.intersect(interval)
         own = values[wanted.start - start : wanted.stop - start]
         out[wanted.start - interval.start : wanted.stop - interval.start].copy_(own)
 
 
-_READERS: dict[str, Callable[[_Sources], dict[str, TensorSource]]] = {"mxfp4": _mxfp4}
+_FLOATS_OF_8_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}
+_READERS: dict[str, Callable[[_Sources, Any], dict[str, TensorSource]]] = {"mxfp4": _mxfp4, "fp8": _fp8}
 """How the files of each `quant_method` that can be read hold weights."""

@@ -92,6 +92,11 @@ class Group:
         )
         return stacks and keeps and len({len(names) for names in self._by_pattern.values()}) == 1
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Return whether it only puts tensors beside one another, so rows of their last dim stay what they are."""
+        return all(type(op).__name__ in ("MergeModulelist", "Concatenate") for op in self.rule.operations)
+
     @functools.cached_property
     def _by_pattern(self) -> dict[str, list[str]]:
         return {pattern: [n for p, n in self.takes if p == pattern] for pattern, _ in self.takes}

@@ -69,8 +69,8 @@ DTYPES: dict[str, str] = {
 }
 """torch's dtype name -> its name in safetensors."""
 
-NAMES = {code: name for name, code in DTYPES.items()}
-"""The way back."""
+NAMES = {code: name for name, code in DTYPES.items()} | {"F8_E8M0": "float8_e8m0fnu"}
+"""The way back; the last is only read: scales that are powers of two."""
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
 Kind = Literal["model", "optimizer"]

@@ -82,7 +82,8 @@ def from_pretrained(
         quantization_config: bitsandbytes' `BitsAndBytesConfig`. Weights are quantised as they are read. Weights for
             which bitsandbytes has no layers are quantised at rest (`fullshard.quantize`). All of them are frozen.
         quantize: a form, such as `nf4`, in which all large weights are quantised at rest. They are frozen.
-        dequantize: read the values of weights that the files hold as codes, as `Mxfp4Config(dequantize=True)` does.
+        dequantize: read the values of weights that the files hold as codes, as Transformers does with
+            `Mxfp4Config(dequantize=True)` or `FineGrainedFP8Config(dequantize=True)`.
             By default these weights are frozen and remain codes at rest.
         config: a configuration to use instead of the one in the directory.
         ignore_missing: initialise all weights that are not in the files and name them in a warning.
@@ -123,7 +124,7 @@ def from_pretrained(
         model._weight_conversions = rules.used()  # type: ignore[assignment] # saving reverses them
         _untie_what_differs(model, found.sources)
         if quantisation is not None:
-            _keep_codes(model, found.sources, quantize, dequantize or is_to_be_decoded(quantisation))
+            _keep_codes(model, found.sources, quantize, dequantize or is_to_be_decoded(quantization_config))
         elif quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
@@ -171,16 +172,27 @@ def _keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str
     Weights are not kept as codes if `is_decoded`, or if `form` requests another form.
     """
     kept: dict[str, int] = {}
+    lost = 0
     for place in places_of(model):
         coded = sources[place.name].coded if place.name in sources else None
-        if coded is not None and not is_decoded and form in (None, coded.mark.form):
-            place.tensor.requires_grad_(False)
-            mark(place.module, place.attribute, coded.mark)
-            kept[coded.mark.form] = kept.get(coded.mark.form, 0) + place.tensor.numel()
-    for form_kept, numel in kept.items():
+        if coded is None or is_decoded or form not in (None, coded.form.name):
+            continue
+        if coded.mark is None:
+            lost += place.tensor.numel()
+            continue
+        place.tensor.requires_grad_(False)
+        mark(place.module, place.attribute, coded.mark)
+        kept[coded.form.name] = kept.get(coded.form.name, 0) + place.tensor.numel()
+    title = type(model).__name__
+    for name, numel in kept.items():
         logger.warning(
-            "%s: %s parameters stay %s, as the files have them, and are frozen; dequantize=True reads their values",
-            type(model).__name__, format_count(numel), form_kept,
+            "%s: %s parameters remain %s, as in the files, and are frozen; dequantize=True reads their values",
+            title, format_count(numel), name,
+        )  # fmt: skip
+    if lost:
+        logger.warning(
+            "%s: %s parameters are codes in the files, in blocks that no form at rest has: their values are read",
+            title, format_count(lost),
         )  # fmt: skip
 
 
@@ -324,7 +336,7 @@ class PretrainedWeights:
         name = self._name(slot)
         coded = None if name is None else self._sources[name].coded
         shard = local_shard_of(slot)
-        if coded is None or coded.mark != mark_of(slot.parameter):
+        if coded is None or coded.mark is None or coded.mark != mark_of(slot.parameter):
             return False
         if shard is not None:
             interval = interval.shift(shard.start)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fullshard.checkpoint.conversion import Group, Outline, Rules
-from fullshard.checkpoint.weight_files import TensorSource
+from fullshard.checkpoint.weight_files import Coded, TensorSource
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
+from fullshard.engine.precision import torch_dtype
 
 _COMPARED_NUMEL = 2**20
 """Elements of two tensors that are held at once to compare them."""
@@ -40,12 +41,14 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
         )
     outline = rules.outline
     for group in groups:
-        together = _Together(group, stored, outline)
+        together = _Together(group, stored, outline, outline.tensors[group.first].dtype)
+        coded = _coded_together(group, stored, outline)
         where = ", ".join(dict.fromkeys(stored[key].where for _, key in group.takes))
         for name, meta in together.metas.items():
             if name in outline.tensors:
                 read = functools.partial(together.read, name)
-                found[name] = TensorSource(tuple(meta.shape), meta.dtype, where, read)
+                kept = None if coded is None else coded(name, tuple(meta.shape))
+                found[name] = TensorSource(tuple(meta.shape), meta.dtype, where, read, kept)
             else:
                 unused.append(name)
     return Match(found, unused)
@@ -76,12 +79,39 @@ def are_equal(one: TensorSource, other: TensorSource) -> bool:
     return True
 
 
+def _coded_together(
+    group: Group, stored: Mapping[str, TensorSource], outline: Outline
+) -> Callable[[str, tuple[int, ...]], Coded] | None:
+    """Return a function that gives the codes of a tensor of a group; None if files hold none of it as codes."""
+    taken = {key: stored[key].coded for _, key in group.takes}
+    first = next((coded for coded in taken.values() if coded is not None), None)
+    if first is None:
+        return None
+    parts: dict[str, _Together] = {}
+    if group.keeps_rows and all(c is not None and (c.form, c.mark) == (first.form, first.mark) for c in taken.values()):
+        for part in first.form.parts:
+            own = {key: coded.parts[part.name] for key, coded in taken.items() if coded is not None}
+            parts[part.name] = _Together(group, own, outline, torch_dtype(part.dtype))
+
+    def coded_of(name: str, shape: tuple[int, ...]) -> Coded:
+        """Return the codes; `shape` is the values'. They are of no use if rows are no whole number of blocks long."""
+        sources: dict[str, TensorSource] = {}
+        for part in first.form.parts if parts else ():
+            together = parts[part.name]
+            if tuple(together.metas[name].shape) == (*shape[:-1], shape[-1] / part.elements):
+                read = functools.partial(together.read, name)
+                sources[part.name] = TensorSource(together.metas[name].shape, torch_dtype(part.dtype), "", read)
+        is_whole = len(sources) == len(first.form.parts)
+        return Coded(first.form, first.mark if is_whole else None, sources)
+
+    return coded_of
+
+
 class _Together:
     """The tensors of a group, computed when the first is read and kept until the last has been read."""
 
-    def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline) -> None:
-        self.group, self._stored, self._outline = group, stored, outline
-        self._dtype = outline.tensors[group.first].dtype
+    def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline, dtype: torch.dtype) -> None:
+        self.group, self._stored, self._outline, self._dtype = group, stored, outline, dtype
         metas = {key: torch.empty(stored[key].shape, dtype=self._dtype, device="meta") for _, key in group.takes}
         self.metas = group.convert_meta(metas, outline)
         self._made: dict[str, torch.Tensor] = {}

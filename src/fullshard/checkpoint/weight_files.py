@@ -22,7 +22,7 @@ from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, file_beside, par
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular, read_object
-from fullshard.core.forms import form_of
+from fullshard.core.forms import StoredForm
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path, looks_like_path
@@ -63,14 +63,18 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """The parts of a stored form by name, each flattened in the order of the blocks, as the mark says."""
+    """The parts of a weight that files hold as codes, by name, each flattened in the order of the blocks.
 
-    mark: Mark
+    `mark`: what has the weight stay so at rest; None if no stored form has such blocks.
+    """
+
+    form: StoredForm
+    mark: Mark | None
     parts: Mapping[str, TensorSource]
 
     def fill(self, interval: Interval, out: Mapping[str, torch.Tensor]) -> None:
         """Read the parts of elements `interval`, which begins between two atoms."""
-        for part in form_of(self.mark.form).parts:
+        for part in self.form.parts:
             items = Interval(part.numel(interval.start), part.numel(interval.stop))
             self.parts[part.name].read(items, out[part.name])
 

@@ -174,7 +174,12 @@ def codec(name: str) -> Codec:
     Raises:
         ConfigError: The form does not exist.
     """
-    return _CODECS[form_of(name).name](form_of(name))
+    return codec_of(form_of(name))
+
+
+def codec_of(form: StoredForm) -> Codec:
+    """Return the codec of a form that has the name of one of `FORMS`, and perhaps other blocks."""
+    return _CODECS[form.name](form)
 
 
 def bitsandbytes() -> Any:
