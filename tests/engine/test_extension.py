@@ -162,5 +162,5 @@ def test_a_message_needs_who_hears_it() -> None:
         def message(self) -> bytes:
             return b"1"
 
-    with pytest.raises(TypeError, match="Says: expected it to override both"):
+    with pytest.raises(TypeError, match="Says must override both"):
         register(Says)

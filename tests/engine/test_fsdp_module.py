@@ -447,7 +447,7 @@ def check_named_axes() -> None:
     for wrong in ({"shard": ("copies", "dp")}, {"shard": "dp", "replicate": "dp"}):
         with pytest.raises(ConfigError, match=r"dp_mesh_dims = .*\nhint: name each axis once"):
             fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(**wrong))
-    with pytest.raises(ConfigError, match=r"shard_size=1 with .*its axes say how many"):
+    with pytest.raises(ConfigError, match=r"shard_size=1 cannot be combined with .*whose axes already define"):
         init_mesh(device_mesh=mesh["dp", "copies"], shard_size=1)
     # Of the same mesh as the one that replicates, which is not taken for this one's.
     shared: Any = fully_shard(nn.Linear(6, 4), mesh=mesh["dp"])
@@ -578,7 +578,7 @@ def check_numbers_of_ranks() -> list[int]:
         run_squared(model, 0, rank_and_size()[0])
         gathers.append(sum(event.kind is EventKind.UNSHARD_ISSUED for event in events))
     for wrong in (0, 3, -1, "2", 1.0):
-        with pytest.raises(ConfigError, match="that is a divisor of the shard size 2"):
+        with pytest.raises(ConfigError, match="that divides the shard size 2"):
             fully_shard(nn.Linear(2, 2), reshard_after_forward=wrong)  # type: ignore[arg-type]
     return gathers
 
@@ -774,8 +774,8 @@ def test_ddp_that_leaves_units_alone() -> None:
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (3, {}, "expected a module or a list of them, got int"),
-        ([nn.Linear(2, 2), "head"], {}, "expected a module or a list of them, got str"),
+        (3, {}, "expected a module or a list of modules, got int"),
+        ([nn.Linear(2, 2), "head"], {}, "expected a module or a list of modules, got str"),
         ([], {}, "got an empty list"),
         (nn.Linear(2, 2), {"mesh": 2}, "mesh: expected a DeviceMesh, got int"),
         (nn.Linear(2, 2), {"ignored_params": {"weight"}}, "ignored_params: expected parameters, got str"),

@@ -384,16 +384,18 @@ def test_children_are_sharded_before_what_is_around_them(device: str) -> None:
             return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
 
     around = fully_shard(made())
-    with pytest.raises(WrapError, match=r"Linear\.weight is sharded already, as 1\.0\.weight(.|\n)*the children first"):
+    with pytest.raises(
+        WrapError, match=r"Linear\.weight is already sharded as 1\.0\.weight(.|\n)*on inner modules before"
+    ):
         fully_shard(around[1])
     tied_late, tied = made(), made()
     fully_shard(tied_late[0])
     tied_late[1][0].weight = tied_late[0].weight  # type: ignore[index]
-    with pytest.raises(WrapError, match=r"sharded already, as weight(.|\n)*tie parameters before"):
+    with pytest.raises(WrapError, match=r"already sharded as weight(.|\n)*tie parameters before"):
         fully_shard(tied_late)
     tied[1][0].weight = tied[0].weight  # type: ignore[index]
     fully_shard(tied[0])
-    with pytest.raises(WrapError, match=r"tied to weight, which another unit owns already"):
+    with pytest.raises(WrapError, match=r"tied to weight, which another unit already owns"):
         fully_shard(tied)
 
 

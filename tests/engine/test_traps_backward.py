@@ -849,7 +849,7 @@ def check_taken_away_in_backward() -> None:
             parameter.grad = None
 
     model.embed.register_full_backward_hook(take_away)
-    with pytest.raises(LifecycleError, match=r"blocks\.2\..*changed during backward"):
+    with pytest.raises(LifecycleError, match=r"blocks\.2\..*during backward"):
         sharded_step(model, run_squared, 1)
 
 
@@ -869,7 +869,7 @@ def check_half_added() -> None:
         run_squared(model, 5, 0)
     model.fail_in = ""
     for go_on in (optimizer.step, lambda: sharded_step(model, run_squared, 1), optimizer.step):
-        with pytest.raises(LifecycleError, match="a part of a backward that failed"):
+        with pytest.raises(LifecycleError, match="part of a failed backward"):
             go_on()
     assert all(map(torch.equal, [p.to_local() for p in sharded_parameters(model).values()], before))
     for set_to_none in (False, True):

@@ -148,4 +148,4 @@ def replaced(rows: int, is_kept: bool, is_tied: bool = False) -> str:
 def test_other_data_is_refused_in_the_backward_that_would_lose_it(rows: int, is_kept: bool, is_tied: bool) -> None:
     """Under `no_sync`, too, after which a script may put the data back; and where the gradient has another shape."""
     for message in run_ranks(replaced, 2, rows, is_kept, is_tied):
-        assert "weight: forward gave it other data (torch.float32)" in message
+        assert "weight: forward assigned other data (torch.float32)" in message

@@ -207,7 +207,7 @@ def test_a_wrong_class_name_lists_candidates(wrong: str) -> None:
 
 @pytest.mark.parametrize("useless", ["GELU", "ModuleList"])
 def test_a_class_that_cannot_be_a_unit_is_refused(useless: str) -> None:
-    with pytest.raises(WrapError, match="none that is called and has parameters"):
+    with pytest.raises(WrapError, match="none of them has a forward and parameters"):
         unit_modules(Stack(), useless)
 
 
@@ -262,7 +262,7 @@ def _loss_and_grads(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
 
 
 def test_torchs_policies_belong_to_the_plugin() -> None:
-    with pytest.raises(WrapError, match=r"a policy of torch's FSDP(.|\n)*hint: name the classes"):
+    with pytest.raises(WrapError, match=r"a policy for torch's FSDP(.|\n)*hint: name the classes"):
         parse_policy(functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}))
 
 

@@ -83,7 +83,7 @@ class Ranks:
         """Return whether `value` is true on every rank."""
         if self.world_size == 1:
             return value
-        with self._peers("comparing notes"):
+        with self._peers("exchanging metadata"):
             return all(self._numbers(int(value)))
 
     def gather(self, value: Any) -> list[Any]:

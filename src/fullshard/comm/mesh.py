@@ -33,7 +33,7 @@ from fullshard.core.strategy import replicas
 TIMEOUT_SECONDS = 1800.0
 """The time-out of a process group if nobody asks for another: before the first step ends, ranks load and compile."""
 LAUNCH_HINT = (
-    "start every rank, for example with `fullshard launch script.py`; to run one process unset RANK and WORLD_SIZE"
+    "start every rank, for example with `fullshard launch script.py`; unset RANK and WORLD_SIZE to run one process"
 )
 _SAME_MODEL = "build the same model from the same configuration, and load the same weights, on every rank"
 
@@ -123,7 +123,7 @@ class Mesh:
             return [value]
         values: list[Any] = [None] * self.world_size
         without = torch_private.without_transforms()  # those have no message's memory
-        with Waiting("comparing notes", [self.control_group]), without, torch_private.uncounted():
+        with Waiting("exchanging metadata", [self.control_group]), without, torch_private.uncounted():
             dist.all_gather_object(values, value, group=self.control_group)
         return values
 
@@ -142,8 +142,8 @@ class Mesh:
         pairs = zip_longest(everything[0], everything[different[0]], fillvalue="(nothing)")
         first, other = next((a, b) for a, b in pairs if a != b)
         raise CommunicationError(
-            f"ranks disagree about {what}: rank {one} has [{first}], rank {other_one} has [{other}] ({len(different)} "
-            f"of {len(digests)} ranks differ from rank {one})",
+            f"ranks disagree about {what}: rank {one} has [{first}], but rank {other_one} has [{other}] "
+            f"({len(different)} of {len(digests)} ranks differ from rank {one})",
             hint=hint,
         )
 
@@ -156,7 +156,7 @@ def join_process_group(**options: Any) -> None:
     """Call torch's `init_process_group`, which waits for all ranks."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise ConfigError(
-            f"RANK = {os.environ.get('RANK')} and WORLD_SIZE = {os.environ.get('WORLD_SIZE')} are set, and "
+            f"RANK = {os.environ.get('RANK')} and WORLD_SIZE = {os.environ.get('WORLD_SIZE')} are set, but "
             f"{' and '.join(missing)}, where the ranks meet, {'is' if len(missing) == 1 else 'are'} not",
             hint=LAUNCH_HINT,
         )
@@ -291,13 +291,13 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
     only_replicates = shard_size == 1 and device_mesh.ndim == 1
     if shard_size is not None and not only_replicates:
         raise ConfigError(
-            f"shard_size={shard_size} with {device_mesh}: its axes say how many ranks share",
-            hint="leave shard_size out, or pass 1 with a mesh of one axis, along which every rank is to have all",
+            f"shard_size={shard_size} cannot be combined with {device_mesh}, whose axes already define the shard size",
+            hint="leave shard_size out, or pass 1 with a one-dimensional mesh to replicate along its only axis",
         )
     if device_mesh.ndim not in (1, 2):
         raise ConfigError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh} of {device_mesh.ndim} axes",
-            hint="pass the part of it to shard over: mesh[SHARD] or mesh[REPLICATE, SHARD], by the names of its axes",
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh}, which has {device_mesh.ndim} axes",
+            hint="pass the part of the mesh to shard over by axis names: mesh[SHARD] or mesh[REPLICATE, SHARD]",
         )
     ranks, key = device_mesh.mesh, (device, device_mesh, only_replicates)
     if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device
@@ -309,18 +309,19 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
 def _check_part(device_mesh: DeviceMesh) -> None:
     """Raise an error if shard groups and replicas cannot be built from this part of the world."""
     if device_mesh.get_coordinate() is None:
-        raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard on the ranks of the mesh only")
+        raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard only on the ranks of the mesh")
     if device_mesh.ndim == 1:
         return
     if not device_mesh.mesh_dim_names:
         raise ConfigError(
             f"Please init the 2D mesh for HSDP with mesh_dim_names specified: got {device_mesh}",
-            hint='for example mesh_dim_names=("replicate", "shard")',
+            hint='name its axes, for example mesh_dim_names=("replicate", "shard")',
         )
     orders = device_mesh.mesh.argsort(dim=1)
     if orders.ne(orders[0]).any():
         raise ConfigError(
-            f"the shard groups of {device_mesh} list their ranks in different orders: replicas would hold other shards",
+            f"the shard groups of {device_mesh} list their ranks in different orders, so replicas would hold "
+            "different shards",
             hint="list the ranks of each group in ascending order",
         )
 

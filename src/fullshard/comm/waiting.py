@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from fullshard.core.errors import CommunicationError, FullshardError
 
-_HINT = "see whether another rank failed first, or does not come here"
-_STEP_HINT = "see whether another rank failed first, had fewer batches, or took another path through the model"
+_HINT = "check whether another rank failed first or does not reach this point"
+_STEP_HINT = "check whether another rank failed first, had fewer batches, or took another path through the model"
 
 
 class Watcher:

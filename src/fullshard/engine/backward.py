@@ -104,8 +104,8 @@ class Backward:
             return
         if self.is_under_way:  # it would take the reduction for its own
             raise LifecycleError(
-                f"rank {self._schedule.mesh.rank}: gradients are to be reduced within a backward that has not ended",
-                hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
+                f"rank {self._schedule.mesh.rank}: gradients cannot be reduced inside a backward that has not ended",
+                hint="call it between backwards, on every rank; after a failed backward, call reset_iter_state() first",
             )
         self._announce()
         for unit in sorted(self._schedule.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
@@ -214,9 +214,9 @@ class Backward:
             if anywhere.is_reduced and anywhere.is_not_reduced:
                 here = "ran" if bucket in launched else "did not run"
                 raise CommunicationError(
-                    f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: it {here} in this backward on this rank, "
-                    "which is not so on all others",
-                    hint="every rank must run the same units in each step",
+                    f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: the unit {here} in this backward on this "
+                    "rank, but other ranks differ",
+                    hint="run the same units on every rank in each step",
                 )
             if anywhere.has_more:
                 self._launch(bucket)
@@ -229,8 +229,8 @@ class Backward:
         """Discard a failed backward but keep the forwards before it, because another loss may need them."""
         if any(bucket.has_gradient and bucket.gradient.keeps_unreduced for bucket in self._schedule.buckets()):
             warnings.warn(
-                f"rank {self._schedule.mesh.rank}: a backward has failed, and with it what those before it had kept "
-                "unreduced (no_sync) is lost: begin the step again",
+                f"rank {self._schedule.mesh.rank}: a backward has failed, so the unreduced gradients of earlier "
+                "backwards (no_sync) are lost; start the step again",
                 stacklevel=2,
             )
         for unit in self._schedule.units:

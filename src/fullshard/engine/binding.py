@@ -48,9 +48,11 @@ class Binding:
             current = parameters.get(attribute)
             if current is not sharded and current is not original:
                 raise LifecycleError(
-                    f"parameter {sharded.name} was replaced after sharding by {type(current).__name__}",
-                    hint="change it in place under unsharded(model, writeback=True), or replace it before; "
-                    "torch.func.functional_call with other tensors needs `with unsharded(model)`",
+                    f"parameter {sharded.name} was replaced by a {type(current).__name__} after it was sharded",
+                    hint=(
+                        "change the parameter in place under unsharded(model, writeback=True), or replace it before "
+                        "sharding; use `with unsharded(model)` for torch.func.functional_call with other tensors"
+                    ),
                 )
 
 

@@ -191,7 +191,7 @@ def register(*kinds: type[Extension]) -> None:
     """
     for kind in kinds:
         if (kind.message is Extension.message) != (kind.heard is Extension.heard):
-            raise TypeError(f"{kind.__name__}: expected it to override both `message` and `heard`, or neither")
+            raise TypeError(f"{kind.__name__} must override both `message` and `heard`, or neither")
     _registered.extend(kind for kind in kinds if kind not in _registered)
 
 

@@ -85,7 +85,7 @@ def fully_shard(
     for one in modules:
         if unit_of(one) is not None:
             raise RepeatedError(
-                f"{user_class(one).__name__} is a unit already. Each distinct composable distributed API can only be "
+                f"{user_class(one).__name__} is already a unit. Each distinct composable distributed API can only be "
                 "applied to a module once.",
                 hint="call fully_shard once per module",
             )
@@ -143,13 +143,16 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
     others = [one for one in modules if not isinstance(one, nn.Module)]
     if others or not modules:
         found = type(others[0]).__name__ if others else "an empty list"
-        raise ConfigError(f"fully_shard: expected a module or a list of them, got {found}", hint="hand the model over")
+        raise ConfigError(f"fully_shard: expected a module or a list of modules, got {found}", hint="pass the model")
     if not isinstance(mesh, DeviceMesh | Mesh | None):
-        raise ConfigError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}", hint="init_device_mesh makes one")
+        raise ConfigError(
+            f"mesh: expected a DeviceMesh, got {type(mesh).__name__}",
+            hint="create one with init_device_mesh",
+        )
     if placement_fn is not None and not callable(placement_fn):
         raise ConfigError(
             f"shard_placement_fn: expected a function of a parameter, got {type(placement_fn).__name__}",
-            hint="lambda p: Shard(0), or leave it out",
+            hint="pass a function such as lambda p: Shard(0), or leave it out",
         )
 
 
@@ -163,7 +166,10 @@ def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
         if not others:
             return found
         what = type(others[0]).__name__
-    raise ConfigError(f"ignored_params: expected parameters, got {what}", hint="set(m.parameters())")
+    raise ConfigError(
+        f"ignored_params: expected parameters, got {what}",
+        hint="pass a set of parameters, such as set(m.parameters())",
+    )
 
 
 def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
@@ -177,24 +183,24 @@ def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
             raise WrapError(
                 "fully_shard does not support containers that do not implement forward: nothing would unshard a "
                 f"{type(module).__name__}",
-                hint="make each module in it a unit, or pass them as one: fully_shard(list(modules))",
+                hint="make each module in it a unit, or pass them as one unit: fully_shard(list(modules))",
             )
     for path, module in root.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(
-                f"{path or 'the module'} ({module.original_name}) is TorchScript, which would not see its parameters "
-                "unsharded",
-                hint="shard the module that it was made from",
+                f"{path or 'the module'} ({module.original_name}) is TorchScript, which would not see its unsharded "
+                "parameters",
+                hint="shard the module from which it was scripted",
             )
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise WrapError(
                 f"{path or 'the module'} ({type(module).__name__}) does not know the shapes of its parameters yet",
-                hint="run the model on a batch before it is sharded, as its first forward settles them",
+                hint="run the model on a batch before you shard it, because its first forward determines the shapes",
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             warnings.warn(
-                f"{path or 'the module'} ({type(module).__name__}): its gradient is a dense interval after backward, "
-                "although it has sparse=True: an optimizer moves all of its rows, not only those that were looked up",
+                f"{path or 'the module'} ({type(module).__name__}): its gradient is a dense interval after backward in "
+                "spite of sparse=True, so an optimizer updates all of its rows, not only those that were looked up",
                 stacklevel=3,
             )
 
@@ -209,14 +215,18 @@ def check_not_managed(plans: Iterable[UnitPlan]) -> None:
         places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
         if sharded is held:
             raise WrapError(
-                f"the parameter at {places} is sharded already, as {sharded.name}: the module around it was sharded "
-                "before it, or it was tied afterwards",
-                hint="shard the children first: call fully_shard on each inner module and then on what is around them; "
-                "tie parameters before that",
+                f"the parameter at {places} is already sharded as {sharded.name}: either the module that contains it "
+                "was sharded first, or it was tied afterwards",
+                hint=(
+                    "call fully_shard on inner modules before the modules that contain them, and tie parameters "
+                    "before that"
+                ),
             )
         raise WrapError(
-            f"the parameter at {places} is tied to {sharded.name}, which another unit owns already",
-            hint="put both modules into one call, fully_shard([a, b]), or use shard_model, which finds their place",
+            f"the parameter at {places} is tied to {sharded.name}, which another unit already owns",
+            hint=(
+                "pass both modules in one call, fully_shard([a, b]), or use shard_model, which handles tied parameters"
+            ),
         )
 
 
@@ -238,16 +248,16 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
             places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
             dim = f"Shard dim {wanted.dim} is invalid for {slot.parameter.ndim}D tensor. " if is_shard else ""
             raise PlacementError(
-                f"{dim}shard_placement_fn gives {wanted!r} for {places} {tuple(slot.parameter.shape)}: expected None "
-                "or a Shard of one of its dims",
-                hint="a mesh for each parameter is not supported: shard modules over different meshes instead",
+                f"{dim}shard_placement_fn returned {wanted!r} for {places} {tuple(slot.parameter.shape)}: expected "
+                "None or a Shard of one of its dims",
+                hint="shard modules over different meshes instead, because a mesh per parameter is not supported",
             )
         kind = kind_of(slot.parameter)
         slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not kind.is_alone
         if slot.by_rows and (why := kind.why_no_rows(slot)):
             raise PlacementError(
-                f"shard_placement_fn gives {wanted!r} for a parameter that cannot be cut so: {why}",
-                hint="give None for it",
+                f"shard_placement_fn returned {wanted!r} for a parameter that cannot be cut between rows: {why}",
+                hint="return None for this parameter",
             )
 
 
@@ -257,9 +267,9 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
         return value, None
     if not isinstance(value, int) or value < 1 or shard_size % value:
         raise ConfigError(
-            f"reshard_after_forward = {value!r}: expected True, False, None or a number of ranks that is a divisor of "
-            f"the shard size {shard_size}",
-            hint="leave it out",
+            f"reshard_after_forward = {value!r}: expected True, False, None or a number of ranks that divides the "
+            f"shard size {shard_size}",
+            hint="leave it out to use the default",
         )
     return value != 1, None if value in (1, shard_size) else value
 
@@ -275,10 +285,13 @@ def _data_parallel(device_mesh: Any, dims: Any) -> Mesh:
     unknown = [name for name in named if name not in names]
     what = f"dp_mesh_dims = {dims} of a mesh with axes {names}"
     if unknown:
-        hint = "name axes of the mesh that fully_shard is given"
+        hint = "use names of axes of the mesh passed to fully_shard"
         raise ConfigError(f"{what}: {unknown} not found in mesh.mesh_dim_names", hint=hint)
     if len(set(named)) < len(named) or any(list(part) != sorted(part, key=names.index) for part in wanted):
-        raise ConfigError(what, hint="name each axis once, in the order that they have in the mesh")
+        raise ConfigError(
+            f"{what} repeats axes or lists them out of order",
+            hint="name each axis once, in the order of the mesh",
+        )
     parts = [device_mesh[part] if part else None for part in wanted]
     replicate, shard = (torch_private.flattened(p) if p is not None and p.ndim > 1 else p for p in parts)
     if shard is None:

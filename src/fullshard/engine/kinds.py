@@ -60,7 +60,7 @@ class ParameterKind:
         """Return why a parameter cannot be sharded, or "" if it can."""
         if not torch_private.has_own_dispatch(type(parameter)):
             return ""
-        return "wraps other tensors, with which forward would go on computing whatever the optimizer does"
+        return "wraps other tensors, and forward would keep using these whatever the optimizer does"
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
         """Check parameters of this kind against the mesh over which they will be sharded.
@@ -183,7 +183,7 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
         first = next(iter(wrong.values()))
         raise WrapError(
             f"{names_in(roots, wrong)}: a parameter of type {', '.join(types)} {kind_of(first).why_not(first)}",
-            hint="convert the model after training, or leave frozen ones out with ignored_params",
+            hint="convert the model after training, or exclude frozen parameters with ignored_params",
         )
 
 

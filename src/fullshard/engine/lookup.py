@@ -30,7 +30,7 @@ def require_unit(module: Any) -> Unit:
 def require_module(model: object) -> None:
     """Raise `ConfigError` if `model` is not a module."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: expected a module, got {type(model).__name__}", hint="pass the model")
+        raise ConfigError(f"model: expected a module, got {type(model).__name__}", hint="pass the model itself")
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -72,8 +72,8 @@ class MainGradient:
         grads = local_gradients(self._parameters)
         if not self._are_untouched(grads):
             raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: a `.grad` of its unit was changed "
-                "during backward, after this micro-batch's gradients were added to it",
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: the script changed a `.grad` of "
+                "its unit during backward, after this micro-batch's gradients had been added to it",
                 hint="change gradients between backward and optimizer.step()",
             )
         self._publish(grads, used)
@@ -163,7 +163,7 @@ class MainGradient:
         if are_same(grads, self._published) and versions == _versions(grads):
             self._torn = versions
             raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its `.grad` has a part of a "
-                "backward that failed beside the micro-batches before",
-                hint="call optimizer.zero_grad() and begin the step again",
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its `.grad` contains part of a "
+                "failed backward in addition to earlier micro-batches",
+                hint="call optimizer.zero_grad() and start the step again",
             )

@@ -105,8 +105,10 @@ class FSDPModule(TorchFSDPModule):
         raise CopyError(
             f"FSDP does not support deepcopy, copy or pickling of {user_class(self).__name__}, which is sharded: its "
             "parameters are only this rank's intervals",
-            hint="deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the "
-            "state; for an average of the weights (AveragedModel, ModelEma) write fullshard.EMA(model, decay=...)",
+            hint=(
+                "deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the "
+                "state; use fullshard.EMA(model, decay=...) for an average of the weights (AveragedModel, ModelEma)"
+            ),
         )
 
 

@@ -78,7 +78,7 @@ class ShardedParameter(ShardedTensor):
         """Return the gradient, averaged over all ranks, or None before the first backward."""
         if self.used_up_by:  # code that clips, unscales or logs gradients must learn that there are none
             raise LifecycleError(
-                f"sharded parameter {self.name}: the backward has used its gradient up",
+                f"sharded parameter {self.name}: the backward has already consumed its gradient",
                 hint=f"leave {self.used_up_by} out to clip, unscale or read gradients; call zero_grad() after step()",
             )
         if self._known_grad is None and self.local_grad is not None:
@@ -103,9 +103,9 @@ class ShardedParameter(ShardedTensor):
         """
         if value.shape != self.shape or not isinstance(value, DTensor):
             raise LifecycleError(
-                f"{what} of {self.name}: got a {type(value).__name__} of shape {tuple(value.shape)}, expected a "
-                f"DTensor of shape {tuple(self.shape)}",
-                hint="torch.zeros_like(p) makes one; p.wrap(local) does, of this rank's interval",
+                f"{what} of {self.name}: expected a DTensor of shape {tuple(self.shape)}, got a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}",
+                hint="create one with torch.zeros_like(p), or from this rank's interval with p.wrap(local)",
             )
         own = part_of(value, self.spec)
         return self.spec.cut(value.full_tensor()).clone() if own is None else own

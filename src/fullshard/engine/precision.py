@@ -60,11 +60,12 @@ class MixedPrecisionPolicy:
                 known = " or ".join(map(str, PACKINGS))
                 raise ConfigError(
                     f"{name} = {dtype} is not supported: expected {known}",
-                    hint="leave it out to send values in their own dtype",
+                    hint="leave it out to send values in their original dtype",
                 )
             if sent is not None and not saves(dtype_name(dtype), dtype_name(sent)):
                 raise ConfigError(
-                    f"{name} = {dtype} saves nothing: {sent} is sent without it", hint=f"leave {name} out"
+                    f"{name} = {dtype} saves no bytes, because {sent} would be sent without it",
+                    hint=f"leave {name} out",
                 )
 
     @classmethod
@@ -75,7 +76,7 @@ class MixedPrecisionPolicy:
         if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
             raise ConfigError(
                 f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}",
-                hint="for example MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+                hint="pass a policy, for example MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
             )
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})

@@ -161,7 +161,8 @@ class Schedule:
         self.forward.abandon()
         if self.keeps_gradients and not self.is_last_backward:
             raise LifecycleError(
-                "an optimizer's step after a backward that was not to be the last: its gradients are not reduced",
+                "the optimizer cannot step, because the last backward was declared not to be the last: its gradients "
+                "are not reduced",
                 hint="call model.set_is_last_backward(True) before the last backward of a step",
             )
         for bucket in self.buckets():

@@ -262,7 +262,8 @@ class ShardSpec:
             local = local.decoded()
         if torch_private.has_own_dispatch(type(local)):
             raise LifecycleError(
-                f"{self.name}: a {type(local).__name__} was computed of it, whose tensors nobody knows how to gather",
+                f"{self.name}: a {type(local).__name__} computed from it cannot be gathered, because it wraps tensors "
+                "of an unknown layout",
                 hint="compute in forward, or inside `with fullshard.unsharded(model)`",
             )
         PROGRESS.watcher.before_whole(self.mesh.shard_group, self.mesh.device)

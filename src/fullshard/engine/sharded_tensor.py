@@ -38,7 +38,7 @@ class SpreadTensor(DTensor):
     def __tensor_flatten__(self) -> NoReturn:
         # With it, moving a module would swap its parameters for others, and a compiler would build torch's own class
         # from the parts.
-        raise AttributeError("a compiler cannot take it apart")
+        raise AttributeError("a compiler cannot decompose a sharded tensor")
 
 
 class ShardedTensor(SpreadTensor):

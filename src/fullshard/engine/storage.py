@@ -81,7 +81,7 @@ def storage_of(policy: Any, device: torch.device) -> Storage:
     if found is None and policy not in (None, False):  # `switch and CPUOffloadPolicy()` may be False
         raise ConfigError(
             f"offload_policy: expected a CPUOffloadPolicy or an OffloadPolicy, got {policy!r}",
-            hint="for example CPUOffloadPolicy()",
+            hint="pass a policy, for example CPUOffloadPolicy()",
         )
     return found or _ON_DEVICE
 

@@ -174,10 +174,12 @@ class Unit(UnitParameters):
         """Begin the model's backward at the first gradient of a bucket, in case no output has announced it."""
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: backward came to its parameters before it came to any of "
-                "its outputs, while they were still being gathered: their gradients would be wrong",
-                hint="return from its forward all that is in the loss, an auxiliary loss left on the module too, or "
-                "keep the unit whole: set_reshard_after_forward(False)",
+                f"rank {self.mesh.rank}, unit {self.name!r}: backward reached its parameters before any of its "
+                "outputs, while they were still being gathered, so their gradients would be wrong",
+                hint=(
+                    "return everything that contributes to the loss from its forward, even an auxiliary loss stored "
+                    "on the module, or keep the unit unsharded: set_reshard_after_forward(False)"
+                ),
             )
         self.schedule.backward.begin(self)
 
@@ -187,7 +189,10 @@ class Unit(UnitParameters):
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True (also used by "
                 "torch.func's grad, jacrev and hessian) would read parameters again after they were freed",
-                hint="compute it and all that derives from it, its backward included, inside `with unsharded(model)`",
+                hint=(
+                    "run the forward, this backward and every backward through its result inside `with "
+                    "unsharded(model)`"
+                ),
             )
         self.schedule.backward.begin(self)
         if call.is_active:  # another output came first

@@ -243,8 +243,8 @@ def _check_unchanged(bucket: Bucket) -> None:
     names = ", ".join(str(bucket.sharded_parameters[index].name) for index in changed)
     raise LifecycleError(
         f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: {names} changed in place while unsharded (clamp_, "
-        "Embedding(max_norm=), ...): other ranks have other copies, and the change would be lost",
-        hint="change it between steps, under unsharded(model, writeback=True) and on every rank alike",
+        "Embedding(max_norm=), ...), but other ranks have separate copies, and the change would be lost",
+        hint="change parameters between steps, under unsharded(model, writeback=True) and equally on every rank",
     )
 
 

@@ -95,10 +95,12 @@ class UnshardedGradient:
         """Collect `grad` in the unused `piece`. If `piece` is None, create it or add to the one used before."""
         if self.used_up_by:
             raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
-                "another part of its gradient appeared in a backward that had used it up already",
-                hint=f"do not share parameters between parts under reentrant checkpointing, or leave {self.used_up_by} "
-                "out",
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: another part of its gradient "
+                "arrived in a backward that had already consumed the gradient",
+                hint=(
+                    "do not share parameters between segments under reentrant checkpointing, or leave "
+                    f"{self.used_up_by} out"
+                ),
             )
         if self._full is None:
             self._begin()
@@ -134,9 +136,9 @@ class UnshardedGradient:
             is_filled = self._full is not None and index not in self._fresh
             if found != self._storage_id and (index == failed or is_filled):
                 raise LifecycleError(
-                    f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
-                    f"forward gave it other data ({held[index].dtype}), which the optimizer would never update",
-                    hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
+                    f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: forward assigned other "
+                    f"data ({held[index].dtype}) to it, which the optimizer would never update",
+                    hint="cast the layer before sharding if it assigns `.data` in forward, often to cast parameters",
                 )
 
     def _begin(self) -> torch.Tensor:

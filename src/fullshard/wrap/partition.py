@@ -123,8 +123,8 @@ def partition(
 def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
     """Return the error for a gradient dtype that differs from the stored dtype."""
     return WrapError(
-        f"{name}: grad_dtype = {wanted} conflicts with the stored {stored}, which a sharded gradient has, too",
-        hint="store it in the dtype of its gradient, and compute in another by MixedPrecisionPolicy(param_dtype=...)",
+        f"{name}: grad_dtype = {wanted} conflicts with the stored dtype {stored}, which a sharded gradient must have",
+        hint="store it in the dtype of its gradient, and compute in another with MixedPrecisionPolicy(param_dtype=...)",
     )
 
 

@@ -127,12 +127,12 @@ def parse_policy(value: object) -> WrapPolicy:
         case _ if callable(value) and not isinstance(value, type | nn.Module):
             if _asks_as_torch_does(value):
                 raise WrapError(
-                    f"{value!r} is a policy of torch's FSDP, which asks for more than a module",
+                    f"{value!r} is a policy for torch's FSDP, which takes more arguments than a module",
                     hint="name the classes, pass a function of a module, or give it to the plugin's auto_wrap_policy",
                 )
             return ByPredicate(value)
     raise WrapError(
-        f"cannot make a wrap policy of {value!r}",
+        f"cannot convert {value!r} to a wrap policy",
         hint="use 'auto', 'none', class names, a size (BySize) or a function of a module",
     )
 
@@ -207,9 +207,7 @@ def _unmatched(model: nn.Module, wanted: str | type[nn.Module], candidates: _Mod
     found = sum(_matches(module, wanted) for module in model.modules())
     problem = f"has no module of class {name!r}"
     if found:
-        problem = (
-            f"has {found} modules of class {name!r}, but none that is called and has parameters of its own to shard"
-        )
+        problem = f"has {found} modules of class {name!r}, but none of them has a forward and parameters to shard"
     lower = {cls.lower(): cls for cls in sizes}
     close = difflib.get_close_matches(name.lower(), lower, n=1)
     shown = first_of(listed, _SHOWN_CANDIDATES) or "no module with parameters"

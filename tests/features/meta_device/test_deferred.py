@@ -280,7 +280,7 @@ def check_cast(how: str) -> None:
         model.to(torch.float64)
         repoint(optimizer, model)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-        with pytest.raises(OptimizerError, match=r"holds scale as it was before it was sharded, cast or"):
+        with pytest.raises(OptimizerError, match=r"holds scale from before the parameter was sharded, cast or"):
             stale.step()
     reference.double()
     assert_equal(model, reference)
@@ -415,7 +415,7 @@ def check_taken_early() -> None:
         layer.to_empty(device="cpu")
     torch_private.gradient_hooks(layer.bias).clear()  # type: ignore[union-attr]
     layer.to_empty(device="cpu")
-    with pytest.raises(OptimizerError, match="holds weight as it was before"):
+    with pytest.raises(OptimizerError, match="holds weight from before"):
         before.step()
     hooked: Any = nn.Linear(WIDTH, 3)
     hooked.weight.register_hook(lambda grad: None)

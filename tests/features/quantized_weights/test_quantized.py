@@ -286,7 +286,7 @@ def check_replaced_bias() -> None:
 
 
 def test_a_bias_that_the_layer_casts_in_forward_is_refused_not_lost() -> None:
-    with pytest.raises(RuntimeError, match=r"parameter 2\.one\.base\.bias: forward gave it other data"):
+    with pytest.raises(RuntimeError, match=r"parameter 2\.one\.base\.bias: forward assigned other data"):
         run_ranks(check_replaced_bias, 2)
 
 

@@ -45,7 +45,7 @@ def drop(model: nn.Module, optimizer: optim.Optimizer) -> None:
 def test_whoever_wants_gradients_after_it_is_told(use: Callable[[nn.Module, optim.Optimizer], None]) -> None:
     model, optimizer = stepping()
     run_backward(model, 0)
-    with pytest.raises(LifecycleError, match="the backward has used its gradient up"):
+    with pytest.raises(LifecycleError, match="the backward has already consumed its gradient"):
         use(model, optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -234,4 +234,4 @@ def stepped_between_two_gradients() -> str:
 
 def test_gradients_that_come_after_the_step_are_refused_one_by_one() -> None:
     for message in run_ranks(stepped_between_two_gradients, 2):
-        assert "another part of its gradient appeared in a backward that had used it up already" in message
+        assert "another part of its gradient arrived in a backward that had already consumed the gradient" in message

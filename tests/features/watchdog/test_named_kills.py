@@ -18,7 +18,7 @@ from tests.namespaces import can_have_namespaces, namespaces
 
 PHASES = ("start", "data", "forward", "backward", "step", "save")
 LAST = {
-    "start": "comparing notes|unit '.*'.*",
+    "start": "exchanging metadata|unit '.*'.*",
     "data": "unit '.*', after the last reshard",
     "forward": "unit '.*', unshard",
     "backward": "unit '.*', (unshard|reduce)",

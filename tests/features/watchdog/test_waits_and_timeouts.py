@@ -224,7 +224,7 @@ def test_a_checkpoint_of_several_axes_does_not_wait_for_ever(tmp_path: Path) -> 
     begin = time.monotonic()
     said, _ = run_ranks(save_alone, 2, str(tmp_path))
     missing = r"no answer from another rank for 2 s: rank 1 \(process \d+ on \S+\) "
-    assert re.match(rf"lost the other ranks while comparing notes: {missing}", said), said
+    assert re.match(rf"lost the other ranks while exchanging metadata: {missing}", said), said
     assert time.monotonic() - begin < 40  # the group's own time-out is 60
 
 
@@ -513,7 +513,7 @@ def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:
     place.given_up = "no answer"
     place.leave()
     assert place.given_up == "no answer"  # for whoever makes the error of it
-    place.enter("comparing notes")
+    place.enter("exchanging metadata")
     assert place.given_up == ""
 
 
@@ -573,7 +573,7 @@ def test_a_rank_that_waits_for_others_to_join_says_where(
         join_process_group(backend="gloo", rank=0, world_size=3, timeout=timedelta(seconds=1))
     told = capfd.readouterr().err
     assert f"rank 0 of 3 is waiting for 2 others at 127.0.0.1:{port}" in told
-    assert told.count("is waiting for") == 1 and "to run one process unset RANK and WORLD_SIZE" in told
+    assert told.count("is waiting for") == 1 and "unset RANK and WORLD_SIZE to run one process" in told
     monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(ConfigError, match=r"RANK = 0 and WORLD_SIZE = 3 are set, and MASTER_ADDR, .*, is not\nhint"):
+    with pytest.raises(ConfigError, match=r"RANK = 0 and WORLD_SIZE = 3 are set, but MASTER_ADDR, .*, is not\nhint"):
         init_mesh()

@@ -34,9 +34,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             sharded = sharded_parameter_of(parameter)
             if sharded is not None and sharded is not parameter:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__}, parameter group {number}: holds {sharded.name} as it was before it "
-                    "was sharded, cast or given memory (on the meta device), which never gets a gradient",
-                    hint="make the optimizer after that, or call fullshard.repoint(optimizer)",
+                    f"{type(optimizer).__name__}, parameter group {number}: it holds {sharded.name} from before the "
+                    "parameter was sharded, cast or given memory (on the meta device), and this object never gets a "
+                    "gradient",
+                    hint="create the optimizer after sharding, or call fullshard.repoint(optimizer)",
                 )
 
 
@@ -78,7 +79,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     schedules = dict.fromkeys(bucket.owner.schedule for bucket in buckets)
     for schedule in schedules:
         schedule.before_optimizer_step()
-        refuse_pinned(schedule.units, "optimizer step", "step outside `with unsharded(model)`")
+        refuse_pinned(schedule.units, "the optimizer cannot step", "step outside `with unsharded(model)`")
     for storage, own_buckets in by_storage(buckets).items():
         storage.before_update(optimizer, own_buckets)  # after unsharded parameters are freed, which makes room
     for schedule in schedules:
