@@ -200,7 +200,7 @@ MUTATIONS = (
         also=(
             (
                 "engine/schedule.py",
-                "        self.settle()  # a peer may still be reading main weights where they are\n",
+                "        self.settle()  # a peer may still be reading main weights in place\n",
             ),
         ),
         is_race=False,
@@ -282,7 +282,7 @@ MUTATIONS = (
     Mutation(
         "a reduction is dropped on its way, after a backward that failed",
         "engine/gradient.py",
-        "                work.wait()  # it writes into memory that is about to be freed\n",
+        "                work.wait()  # it writes to memory that is about to be freed\n",
         "                pass\n",
         "failed half-way",
     ),

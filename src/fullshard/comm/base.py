@@ -50,7 +50,7 @@ class Packing(Protocol):
 
 
 PACKINGS: dict[torch.dtype, Packing] = {}
-"""The packings that there are, by the dtype that elements are sent as. Features fill it."""
+"""The available packings, by the dtype in which elements are sent. Features add entries."""
 
 
 class FullBuffer(Protocol):
@@ -108,8 +108,8 @@ class BufferSpec:
 
 
 Watch = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
-"""Watches a sum: `(part, terms)`. The part is still in a CPU's cache. The terms are what each rank of the group has
-contributed to it, as far as they are at hand; a term may be in the memory that now holds the part."""
+"""A function `(part, terms)` that inspects part of a sum while the part is still in a CPU's cache. `terms` are the
+available contributions to it, by rank of the group. A term may be in the memory that now holds the part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class Collectives(Protocol):
         empty.
         """
 
-    # What follows concerns ranks that see one another's memory. No other backend does anything.
+    # The methods below are for ranks that can access each other's memory. Other backends do nothing here.
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return uninitialised memory, shape (numel,), that `reduce_scatter` and `exchange` read fastest."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 _WITHOUT_RANKS = ("mps",)
-"""Kinds for which torch has no collectives."""
+"""Kinds of devices for which torch has no collectives."""
 
 
 def has_streams(device: torch.device) -> bool:

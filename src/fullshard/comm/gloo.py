@@ -38,8 +38,8 @@ class GlooCollectives(NativeCollectives):
 
         def wait() -> torch.Tensor:
             while works:
-                works.pop().wait()  # it holds the received message
-            # Where something has arrived: the unsharded buffer can be freed then, and no more memory is needed.
+                works.pop().wait()  # the work keeps the received message alive
+            # Sum into a received part, so that the unsharded buffer can be freed and no other memory is needed.
             into = contributions[1 if self.rank == 0 else 0]
             return average(contributions, into, how.divisor, how.watch)
 
@@ -66,7 +66,7 @@ class GlooCollectives(NativeCollectives):
 
 
 _NEVER_SENT = 2**31 - 1
-"""A tag."""
+"""A tag that no message uses."""
 
 
 class FailedWork(dist.Work):
@@ -136,7 +136,7 @@ def average(
             total.div_(divisor)
         if watch is not None:
             watch(total, dict(enumerate(parts)))
-        if rooms:  # apart, for `into` may be a term that is still to be read
+        if rooms:  # in a separate buffer, because `into` may be a term that is still needed
             block.copy_(total)
     return into
 

@@ -31,7 +31,7 @@ from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.strategy import replicas
 
 TIMEOUT_SECONDS = 1800.0
-"""The time-out of a process group if nobody asks for another: before the first step ends, ranks load and compile."""
+"""The default time-out of process groups. It is long because ranks load and compile before the first step ends."""
 LAUNCH_HINT = (
     "start every rank, for example with `fullshard launch script.py`; unset RANK and WORLD_SIZE to run one process"
 )
@@ -92,7 +92,7 @@ class Mesh:
             first = self.shard_rank // size * size
             ranks = dist.get_process_group_ranks(self.shard_group)[first : first + size]
             group = _made_by(ranks, self.device)
-            # Those of a replicate axis, which send messages: where ranks share memory none of this is needed.
+            # Use the kind for a replicate axis, which sends messages. Ranks that share memory need none of this.
             self._neighbours[size] = collectives_for(group, self.device, only_all_reduce=True)
         return self._neighbours[size]
 
@@ -122,7 +122,7 @@ class Mesh:
         if self.control_group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        without = torch_private.without_transforms()  # those have no message's memory
+        without = torch_private.without_transforms()  # transforms hide the memory of messages
         with Waiting("exchanging metadata", [self.control_group]), without, torch_private.uncounted():
             dist.all_gather_object(values, value, group=self.control_group)
         return values
@@ -191,7 +191,7 @@ def init_mesh(
     if device is None:
         is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
         device = torch.device("cpu") if is_of_cpus else current()
-    device = torch.empty(0, device=device).device  # with its index, as its tensors have it: `cuda` is not `cuda:0`
+    device = torch.empty(0, device=device).device  # with an index, as in its tensors: `cuda` is not equal to `cuda:0`
     ranks = joined_world_size()
     if device_mesh is not None:
         return _from_device_mesh(device_mesh, device, shard_size)
@@ -226,14 +226,14 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     columns = [list(ranks[first::shard_size]) for first in ranks[:shard_size]]
     is_python = torch_private.backend_of(_world(), device) is None
     sends_from_host = "cpu" in dist.Backend.backend_capability.get(dist.get_backend(), ())
-    # Python's own, if that sends from the host: ranks may be threads.
+    # Use the default group itself if it is written in Python and sends from the host: ranks may be threads.
     backend = None if is_python and sends_from_host else "gloo"
     control = dist.new_group(backend=backend, timeout=timeout) if len(ranks) > 1 else None
     shard, replicate, reduce = (_own_group(lists, timeout) for lists in (rows, columns, rows))
     if replicate is not None and shard is not None:
         axes = ("replicate", "shard")
         device_mesh = DeviceMesh.from_group([replicate, shard], device.type, torch.tensor(rows), mesh_dim_names=axes)
-    else:  # Without names, as torch's own default has it. One rank has a group, too: torch's messages need one.
+    else:  # Without names, like torch's default. Even one rank has a group, because torch's messages need one.
         device_mesh = DeviceMesh.from_group(shard or replicate or _world(), device.type)
     world = _world() if len(ranks) > 1 else None
     return _of_groups(device, device_mesh, ranks, world, control, shard, reduce, replicate)
@@ -300,7 +300,9 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
             hint="pass the part of the mesh to shard over by axis names: mesh[SHARD] or mesh[REPLICATE, SHARD]",
         )
     ranks, key = device_mesh.mesh, (device, device_mesh, only_replicates)
-    if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device
+    if ranks.flatten().tolist() == list(
+        range(dist.get_world_size())
+    ):  # comparing tensors would fail under a default meta device
         known = init_mesh(shard_size=1 if only_replicates else ranks.shape[-1], device=device)
         return _cached(key, lambda: replace(known, device_mesh=device_mesh))
     return _cached(key, lambda: _part(device_mesh, device, only_replicates=only_replicates))
@@ -344,5 +346,7 @@ def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: boo
     if len(ranks) > 1:
         host = torch.device("cpu")
         sends = torch_private.backend_of(world, device) is None or torch_private.backend_of(world, host) is not None
-        control = world if sends else _made_by(ranks, device, backend="gloo")  # the group itself if it can
+        control = (
+            world if sends else _made_by(ranks, device, backend="gloo")
+        )  # the group itself if it can send from the host
     return _of_groups(device, device_mesh, ranks, world, control, shard, shard, replicate)

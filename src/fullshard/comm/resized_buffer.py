@@ -36,7 +36,7 @@ class ResizedBuffer(FullBuffer):
         is_apart = main.device != self.full.device
         if self._packing is not None and not exactly:
             if is_apart:
-                main = main.to(self.full.device, non_blocking=main.is_pinned())  # packed where the messages are
+                main = main.to(self.full.device, non_blocking=main.is_pinned())  # pack on the device of the messages
             return self._packing.gather(self._collectives, self.full, main, tag=tag)
         self._own.copy_(main, non_blocking=is_apart and main.is_pinned())
         return self._collectives.all_gather(self.full, tag=tag)
@@ -48,7 +48,7 @@ class ResizedBuffer(FullBuffer):
         return neighbours.all_gather(self.full, tag=tag)
 
     def _allocate(self) -> None:
-        if self._storage.nbytes() != self._whole_nbytes:  # else it would move
+        if self._storage.nbytes() != self._whole_nbytes:  # otherwise resizing would move it
             self._storage.resize_(self._whole_nbytes)
 
     def free(self, *, keeps_memory: bool = False) -> None:

@@ -24,8 +24,8 @@ class Candidate:
 
 
 Backend = Callable[[dist.ProcessGroup, torch.device], Candidate | str]
-"""Return collectives for the tensors of a group of at least two ranks, or the reason why there are none. A collective:
-all ranks of the group call it, and either all get some or none."""
+"""Returns collectives for the tensors of a group of at least two ranks, or the reason why it has none. All ranks of the
+group call it, and all get collectives or none does."""
 
 _BACKENDS: list[Backend] = []
 

@@ -119,7 +119,7 @@ class NativeCollectives(Collectives):
         own = own_interval(full, self.rank, self.size)
         is_python = torch_private.backend_of(self.group, full.device) is None
         if is_python and not getattr(self.group, "is_in_order", False):
-            own = torch.empty_like(own)  # a backend in Python may write it while others still read this rank's
+            own = torch.empty_like(own)  # a backend in Python may write to it while other ranks still read it
         return dividing(reduce_scatter_single(own, full, group=self.group, async_op=True), own, how)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
@@ -146,6 +146,6 @@ def all_reduce(
     groups = list(groups)
     with waiting_in_step(what, groups):
         for group in groups:
-            torch_private.count_for_debugging("c10d_functional.all_reduce")  # as where a DTensor's partial sum is read
+            torch_private.count_for_debugging("c10d_functional.all_reduce")  # as when a DTensor's partial sum is read
             with torch_private.uncounted():
                 dist.all_reduce(tensor, op=op, group=group)

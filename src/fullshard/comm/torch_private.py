@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 SEMI_PUBLIC = frozenset({"_base", "_buffers", "_modules", "_parameters", "_version"})
-"""Names with an underscore that every file may use. `Tensor._base` and `_version` are in torch's notes on autograd; the
-others are the dictionaries of a module, which all libraries read and torch pickles. Nothing public puts
-another object into a module without the hooks that `setattr` calls."""
+"""Names with an underscore that every file may use. torch's notes on autograd describe `Tensor._base` and `_version`.
+The others are the dictionaries of a module, which all libraries read and torch pickles. No public function puts another
+object into a module without the hooks that `setattr` calls."""
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the innermost backward that autograd is in; -1 outside of any. Without it a forward could not tell
+"""The number of the innermost backward in progress, or -1 outside backward. Without it, a forward could not find out
 whether it is a recomputation. Since 2.0."""
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node of autograd's graph gets: backward comes to higher ones first. Without it the engine
-could not tell which forwards began after a checkpoint. Since 2.0."""
+"""The number of the next node of autograd's graph. Backward runs nodes with higher numbers first. Without it, the
+engine could not find out which forwards began after a checkpoint. Since 2.0."""
 
 number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""A node's number. Without it the engine could not tell which nodes cannot lead to an output of theirs. Since 2.1."""
+"""The number of a node. Without it, the engine could not find nodes that do not lead to an output. Since 2.1."""
 
 
 def node_under_way() -> int | None:
@@ -77,15 +77,15 @@ def will_run(node: Node) -> bool | None:
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
-"""Sets how often tensors were changed. Filling the unsharded parameters again must not count, or backward refuses what
-it saved. Since 2.7 for several tensors."""
+"""Sets the version counters of tensors. Refilling the unsharded parameters must not increase them, or backward would
+reject the tensors that it saved. Since 2.7 for several tensors."""
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""The storage's address: the same for all tensors that share it, even while it has no memory, when `data_ptr` is 0.
-Without it views could not be told from copies. Since 2.0."""
+"""The address of the storage object, equal for all tensors that share it, even while it has no memory (`data_ptr` is
+0). Without it, views could not be distinguished from copies. Since 2.0."""
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether `torch.func` is at work: its tensors have no graph to hook into. Since 2.0."""
+"""Returns whether `torch.func` transforms are active. Their tensors have no graph for hooks. Since 2.0."""
 
 _NOTHING = nullcontext()
 
@@ -96,8 +96,8 @@ def without_transforms() -> AbstractContextManager[object]:
 
 
 accumulated_hooks: Callable[[torch.Tensor], OrderedDict[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks that `register_post_accumulate_grad_hook` has put on a parameter, by number; None before the first. Else a
-gradient that one of them reads would be collected before it is whole. Since 2.1."""
+"""The hooks of `register_post_accumulate_grad_hook` on a parameter, by number; None if there are none. Without it, a
+gradient that such a hook reads would be collected before it is complete. Since 2.1."""
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -108,10 +108,10 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 # -- tensors of another kind ------------------------------------------------------------------------------------
 
 Kernel = OpOverload
-"""The type of the kernel that `__torch_dispatch__` gets. Since 2.0."""
+"""The type of the kernel that `__torch_dispatch__` receives. Since 2.0."""
 
 Layout = DTensorSpec
-"""The layout that makes a DTensor: its mesh, placements and global shape. Since 2.5."""
+"""The layout of a DTensor: its mesh, placements and global shape. Since 2.5."""
 
 
 def layout_of(
@@ -130,15 +130,15 @@ def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requi
     return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
 
 
-_LOCAL: Any = DTensor._local_tensor  # the slot, which a subclass may have hidden
+_LOCAL: Any = DTensor._local_tensor  # the slot, which a subclass may hide
 local_of: Callable[[DTensor], torch.Tensor] = _LOCAL.__get__
-"""This rank's part of a DTensor. `to_local()` is a step of autograd's. Since 2.0."""
+"""Returns this rank's part of a DTensor. `to_local()` would be recorded by autograd. Since 2.0."""
 
 put_local: Callable[[DTensor, torch.Tensor], None] = _LOCAL.__set__
-"""Sets that part, in a subclass that shows another tensor under its name. Since 2.0."""
+"""Sets this rank's part in a subclass that exposes another tensor under that name. Since 2.0."""
 
 layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
-"""The layout that a DTensor was made with. Since 2.0."""
+"""Returns the layout with which a DTensor was created. Since 2.0."""
 
 
 def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> DeviceMesh:
@@ -184,13 +184,13 @@ def is_view(kernel: Kernel) -> bool:
 # -- compiled code ----------------------------------------------------------------------------------------------
 
 MANAGED = "_is_fsdp_managed_module"
-"""Attribute of every module in a sharded model: the compiler then takes its parameters for what they are at each call,
-not for what they were when it compiled. Since 2.0."""
+"""An attribute of every module in a sharded model. It makes the compiler read the parameters at each call instead of
+using those from compilation. Since 2.0."""
 
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
-"""Parts that torch's wrappers, for checkpointing and compiling, put into the names of parameters. If they stayed, a
-name in a checkpoint would depend on the wrappers. Since 2.0."""
+"""Parts that torch's wrappers for checkpointing and compiling insert into parameter names. If they stayed, the names in
+a checkpoint would depend on the wrappers. Since 2.0."""
 
 _LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
@@ -212,8 +212,8 @@ def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -
 
 
 INIT_GROUP = "_init_group"
-"""The method in which torch's optimizers list a group's tensors; plain tensors are put in there. Under another name
-sharded tensors would be updated, which is slower, and the same. Since 2.0."""
+"""The method in which torch's optimizers list the tensors of a group, replaced to list plain tensors. If torch renamed
+it, optimizers would update sharded tensors, with the same result but more slowly. Since 2.0."""
 
 
 def may_hold(tensor: torch.Tensor, data: torch.Tensor) -> bool:
@@ -237,7 +237,7 @@ def allow_foreach(kind: type[torch.Tensor]) -> None:
 # -- processes --------------------------------------------------------------------------------------------------
 
 default_store = _get_default_store
-"""The store of `init_process_group`, through which ranks that are out of step talk. Since 2.0."""
+"""The store of `init_process_group`, through which ranks communicate when they are out of step. Since 2.0."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -80,7 +80,7 @@ class ProgressRecord:
         if not self.is_waiting:
             self._entered = time.monotonic()
         self.what, self.groups, self.is_waiting, self.is_patient = what, groups, True, step is None
-        self.given_up = ""  # the last wait's
+        self.given_up = ""  # from the last wait
         if step is not None:
             self.step = step
         self.moves += 1
@@ -125,14 +125,14 @@ class Waiting:
         if self.step is not None or threading.current_thread() is threading.main_thread():
             PROGRESS.leave()
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
-            why = PROGRESS.watcher.reason(error)  # before this rank tells its own failure
+            why = PROGRESS.watcher.reason(error)  # before this rank reports its failure
             PROGRESS.watcher.failed(self._groups, self._what, error)
             rank = dist.get_rank() if dist.is_initialized() else 0
             step = "" if self.step is None else f" (step {self.step} of this process)"
             raise CommunicationError(
                 f"rank {rank}, {self._what}: {why}{step}", hint=_HINT if self.step is None else _STEP_HINT
             ) from error
-        if error is not None and self.step is None:  # in a step it ends a forward or backward, which says so
+        if error is not None and self.step is None:  # within a step, the failed forward or backward reports it
             PROGRESS.watcher.failed(self._groups, self._what, error)
 
 

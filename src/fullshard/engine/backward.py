@@ -38,9 +38,11 @@ class Backward:
         self.hookless_calls = HooklessCalls()
         self._reduce_order: dict[Unit, int] = {}
         self._participants: dict[Unit, None] = {}  # units with a call since the last backward
-        self._queued: set[Unit] = set()  # those whose buckets are in the order of reductions
+        self._queued: set[Unit] = set()  # units with buckets in the order of reductions
         self._has_kept = self._may_fail = False
-        self._callback: Callable[[], object] = lambda: None  # autograd's; None once it can no longer be called
+        self._callback: Callable[[], object] = lambda: (
+            None
+        )  # autograd's callback; None once it cannot be called any more
 
     @property
     def is_under_way(self) -> bool:
@@ -60,13 +62,13 @@ class Backward:
     def begin(self, unit: Unit) -> None:
         """Begin backward at the first unit it reaches: order the reductions and register `finish` with autograd."""
         if self.is_under_way and self._callback() is None:
-            self.give_up()  # the last one has raised, and nothing has noticed since
+            self.give_up()  # the last one raised an error that nothing has detected yet
         if not self.is_under_way:
             self._announce()
             for each in self._schedule.units:
-                each.take_requires_grad()  # a module may have changed it within its forward
-            # Use an order verified on all ranks, not the units that happened to run or be alive on this one. Without
-            # one (a part of the model was called on its own), the last forward comes first.
+                each.take_requires_grad()  # a module may have changed it in its forward
+            # Use an order verified on all ranks, not the units that happen to have run or be alive on this one. If none
+            # exists, because only part of the model was called, the last forward comes first.
             participants = list(reversed(self._participants))
             for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
@@ -81,13 +83,13 @@ class Backward:
 
     def _note_dropped(self, _: object) -> None:
         """Notify the extensions of a failed backward if autograd dropped it before its end."""
-        if self._may_fail:  # not `is_under_way`: a thread of autograd's may drop it when the model is at rest again
+        if self._may_fail:  # not `is_under_way`: a thread of autograd may drop it when the model is at rest again
             self._may_fail = False
             for tell in self._schedule.extensions.backward_fails:
                 tell()
 
     def _announce(self) -> None:
-        for tell in self._schedule.extensions.backward_begins:  # first, because it may refuse it
+        for tell in self._schedule.extensions.backward_begins:  # first, because it may raise an error
             tell()
         self.hookless_calls.begin()
 
@@ -102,7 +104,7 @@ class Backward:
         """
         if not self._has_kept:
             return
-        if self.is_under_way:  # it would take the reduction for its own
+        if self.is_under_way:  # it would treat the reduction as part of itself
             raise LifecycleError(
                 f"rank {self._schedule.mesh.rank}: gradients cannot be reduced inside a backward that has not ended",
                 hint="call it between backwards, on every rank; after a failed backward, call reset_iter_state() first",
@@ -128,8 +130,8 @@ class Backward:
             self._prefetch(previous)
 
     def _prefetch(self, unit: Unit | None) -> None:
-        # A unit that backward has passed is not gathered again: which units are sharded by now may differ between
-        # ranks that used different parameters.
+        # Do not gather a unit again that backward has passed: ranks that used different parameters may differ in which
+        # units are sharded by now.
         if unit is not None and unit.calls.pending() and unit.unshard_in_backward:
             unit.issue_unshard()
 
@@ -139,7 +141,7 @@ class Backward:
             self._launch(due)
 
     def _launch(self, bucket: Bucket) -> None:
-        if torch.is_grad_enabled():  # under create_graph alone; backward has turned it off otherwise
+        if torch.is_grad_enabled():  # only under create_graph; otherwise backward has disabled gradients
             with torch.no_grad():
                 self._launch(bucket)
         elif self._reduces(bucket.owner):
@@ -156,19 +158,19 @@ class Backward:
             self._finish()
 
     def _finish(self) -> None:
-        self.hookless_calls.leave(after=-1)  # of other models too: the backward is over for them
+        self.hookless_calls.leave(after=-1)  # also of other models, because backward has ended for them
         self.hookless_calls.finish_others()
-        if self.reducer.publishes_early:  # ranks that step early wait until nobody reads their main weights
+        if self.reducer.publishes_early:  # ranks that step early wait until no rank reads their main weights
             for unit in self._schedule.units:
                 unit.finish_backward()
                 unit.reshard()
-        for bucket in self.reducer.order.rest():  # those with a parameter that got no gradient here
+        for bucket in self.reducer.order.rest():  # buckets with a parameter that got no gradient on this rank
             self._launch(bucket)
         # After all launches, so that they overlap, and before anything is published: it may raise an error.
         used = self._agree_on_used()
         self.reducer.publish(used)
         self._may_fail = False
-        for bucket in self.reducer.published:  # not when published: the message may have needed it until here
+        for bucket in self.reducer.published:  # only now, because the message needed it after publication
             bucket.gradient.unsharded.forget_used()
         for unit in self._schedule.units:
             unit.finish_backward()
@@ -179,7 +181,7 @@ class Backward:
         self._schedule.settle()
         for tell in self._schedule.extensions.backward_ends:
             tell(used)
-        for bucket in hooked:  # at rest, because hooks may do anything
+        for bucket in hooked:  # at rest, because hooks may run any code
             call_gradient_hooks(bucket, used[bucket])
 
     def _clear(self) -> None:
@@ -234,7 +236,7 @@ class Backward:
                 stacklevel=2,
             )
         for unit in self._schedule.units:
-            unit.give_up_backward()  # first: wait for reductions, which write into memory dropped next
+            unit.give_up_backward()  # first, to wait for reductions that write to memory freed below
         self._has_kept = False
         self._clear()
 

@@ -65,7 +65,7 @@ class Bucket(BucketSpec):
         self._gathering: Work | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
         self._is_lost = False
-        with torch.no_grad(), torch.inference_mode(False):  # tensors made in inference mode could never be trained
+        with torch.no_grad(), torch.inference_mode(False):  # tensors created in inference mode cannot be trained
             self._allocate(weights)
         is_trainable = slots[0].parameter.requires_grad
         self.sharded_parameters = [self.parameter_type(self, i, requires_grad=is_trainable) for i in range(len(slots))]
@@ -83,7 +83,7 @@ class Bucket(BucketSpec):
         """Copy this rank's interval from the original parameters, then bind these to views of `full`."""
         self.buffer = self.make_buffer()
         self.full = self.buffer.full
-        # Identify the storage, not an address: it has no memory most of the time.
+        # Identify the storage by object, not by address, because it has no memory most of the time.
         self.storage_ids = frozenset({torch_private.storage_id(self.full.untyped_storage())})
         if self.buffer.main is not None:
             self.main = self.buffer.main
@@ -92,8 +92,8 @@ class Bucket(BucketSpec):
         self.compute_shard, self._version = self.storage.make_compute_shard(self), -1
         self._fill(weights)
         for index, slot in enumerate(self.slots):
-            # This keeps the parameter object (subclasses, tied identities) and gives it a version counter of its own;
-            # `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
+            # This keeps the parameter object (subclasses, tied identities) and gives it a separate version counter.
+            # `nn.Parameter(view)` would share the counter of `full` and fail after the next gather.
             spec = self.layout.specs[index]
             view = self.full.narrow(0, self.layout.offsets[index], spec.numel).view(spec.shape)
             self.kinds[index].set_plain(slot.parameter, view)
@@ -129,7 +129,7 @@ class Bucket(BucketSpec):
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gather of the compute shards into `full`. If `exactly` is set, do not pack them."""
-        # Noted before the gather: a later change of `main` makes the gathered values outdated.
+        # Read before the gather, because a later change of `main` makes the gathered values outdated.
         before, self._version = self._version, self.main_version
         is_changed = before != self._version
         kept, self._kept = self._kept, None
@@ -166,7 +166,7 @@ class Bucket(BucketSpec):
         if self._gathering is not None:
             try:
                 self._gathering.wait()
-            except RuntimeError:  # waiting again would take until the group's timeout
+            except RuntimeError:  # waiting again would last until the group's time-out
                 self._gathering, self._is_lost = None, True
                 raise
             self._gathering, self._is_lost = None, False
@@ -181,7 +181,7 @@ class Bucket(BucketSpec):
             return
         self._kept = None
         if kept_by is not None and isinstance(self.buffer, ResizedBuffer):
-            # Kept in memory of its own, as that of `full` is about to be freed.
+            # Copy the part, because the memory of `full` is about to be freed.
             self._kept = own_interval(self.full, kept_by.rank, kept_by.size).clone(), kept_by
         self.buffer.free(keeps_memory=self.owner.keeps_memory)
 
@@ -206,7 +206,7 @@ class Bucket(BucketSpec):
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)
-        if requires_grad and not self.has_gradient:  # frozen until now
+        if requires_grad and not self.has_gradient:  # it was frozen until now
             self.make_gradient()
             self.owner.watch_gradients(self)
         if self.has_gradient:

@@ -50,8 +50,8 @@ class Call:
         self.is_active = self.is_done = self.has_inputs = False
         self.inputs_left = 0
         self.left_in: int | None = None
-        self._below_outputs: list[Node] = []  # the inputs' identities, or else other nodes
-        self._givers: list[Node | None] = []  # nodes that made the inputs, or the tensors they are views of
+        self._below_outputs: list[Node] = []  # the inputs' identities if there are any, otherwise other nodes
+        self._givers: list[Node | None] = []  # nodes that produced the inputs, or their bases if they are views
 
     def reach(self) -> None:
         """Record that backward has reached the call, and count the inputs that it will also reach."""
@@ -75,7 +75,7 @@ class Call:
         """
         if self.is_active or not self._below_outputs or torch_private.backward_under_way() == -1:
             return True
-        # `torch.autograd.grad` also comes to the nodes whose gradients it hands to its caller.
+        # `torch.autograd.grad` also reaches the nodes with gradients that it returns to its caller.
         return any(torch_private.will_run(node) is not False for node in self._below_outputs)
 
     def watch_inputs(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -113,13 +113,13 @@ class Call:
             if not tensor.requires_grad or giver is None:
                 return tensor
             outputs.append(giver)
-            if any(giver is node for node in inputs):  # an unchanged input: backward has left the unit by then
+            if any(giver is node for node in inputs):  # an unchanged input; by then, backward has left the unit
                 return tensor
             base = tensor._base
             if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in givers):
-                # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
-                # The node of an input that is passed on unchanged (T5's position bias) is another unit's: backward gets
-                # there long after it has left this unit, which would be gathered again and stay whole to the end.
+                # A view loses its tensor hooks if it is changed in place later. The node of its base stays in the graph.
+                # An input passed on unchanged (T5's position bias) has a node of another unit. Backward reaches it long
+                # after it has left this unit, which would be gathered again and stay unsharded to the end.
                 base.grad_fn.register_prehook(hook)
                 outputs.append(base.grad_fn)
             tensor.register_hook(hook)
@@ -147,7 +147,7 @@ class Calls:
 
     def live(self) -> list[Call]:
         """Return the forwards with graphs that still exist."""
-        # Copy first: a call may die at any moment (even while a tuple is made), and removes its reference from the set.
+        # Copy first: a call may be freed at any time, even while a tuple is built, and drop its reference from the set.
         return list(filter(None, map(operator.call, self._references.copy()))) if self._references else []
 
     def pending(self) -> list[Call]:

@@ -180,7 +180,7 @@ _registered: list[type[Extension]] = []
 _beginnings: list[Callable[[], object]] = []
 _has_begun: list[bool] = []
 _BEGINNING = threading.Lock()
-"""Ranks may be threads of one process."""
+"""Guards `begin_sharding`, because ranks may be threads of one process."""
 
 
 def register(*kinds: type[Extension]) -> None:

@@ -42,10 +42,10 @@ class Forward:
         schedule = self._schedule
         if self._depth and unit is schedule.units[-1]:  # the outermost again
             self.abandon()
-        self._depth += 1  # before code that may raise: `end` is called even then
+        self._depth += 1  # before code that may raise an error, because `end` is called even then
         if self._depth == 1:
             schedule.before_forward()
-            self._depth = 1  # which a reset has forgotten
+            self._depth = 1  # a reset has cleared it
             self._last_ended, self.ran = None, []
             for tell in schedule.extensions.forward_begins:
                 tell()
@@ -89,15 +89,15 @@ class Forward:
         schedule = self._schedule
         if not failed:
             schedule.backward.order_reductions(self.ran)
-            self.order = self.ran  # a forward that failed half-way would lack the rest
+            self.order = self.ran  # a failed forward would lack the other units
         for unit in schedule.units:
-            # Prefetched and not used, or kept for a backward that will not come.
+            # Prefetched but not used, or kept for a backward that will not happen.
             keeps = torch.is_grad_enabled() or unit.is_kept_for_backward or not unit.reshard_after_backward
             if unit.state is UnitState.GATHERING or not keeps:
                 unit.reshard()
             unit.rest()
         if not failed:
-            schedule.settle()  # after a forward without backward the user may change main weights at once
+            schedule.settle()  # after a forward without backward, the user may change main weights immediately
 
     def abandon(self) -> None:
         """Abandon a forward that ended in a keyboard interrupt, after which torch calls no hooks."""

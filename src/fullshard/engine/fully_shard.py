@@ -102,7 +102,7 @@ def fully_shard(
     storage = storage_of(offload_policy, resolved.device)
     begin_sharding()
     for slot in plan.slots:
-        slot.compute_dtype = policy.override(slot.parameter)  # first: a move may make it another object
+        slot.compute_dtype = policy.override(slot.parameter)  # first, because moving may replace the object
     inside = own_modules(plan, units_in(modules))
     move_to_device(plan, inside, device=resolved.device, buffer_dtype=policy.buffer_dtype)
     unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, frees_after_forward=reshard)
@@ -161,7 +161,7 @@ def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
         what = f"one {type(parameters).__name__}"
     else:
-        found = [one for one in parameters or () if one is not None]  # a layer without a bias has None there
+        found = [one for one in parameters or () if one is not None]  # a layer without a bias yields None
         others = [one for one in found if not isinstance(one, torch.Tensor)]
         if not others:
             return found

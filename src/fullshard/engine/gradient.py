@@ -43,9 +43,9 @@ class Gradient:
         self.unsharded = UnshardedGradient(bucket, parameters, storage_id=storage_id)
         self.main = MainGradient(bucket, parameters)
         self._reducing: Work | None = None
-        self._replicating: Work | None = None  # also where that axis has one rank, and is over at once
+        self._replicating: Work | None = None  # set even if that axis has one rank; it then completes immediately
         self._earlier: torch.Tensor | None = None  # another reduction of the same backward
-        self._held: torch.Tensor | None = None  # sums along the shard axis alone, of earlier backwards
+        self._held: torch.Tensor | None = None  # sums of earlier backwards, along the shard axis only
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +90,7 @@ class Gradient:
         if self._reducing is None:
             return
         shard, self._reducing = self._reducing.wait(), None  # this frees the unsharded gradient's memory
-        if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
+        if self._replicating is not None:  # a bucket was reduced twice in one backward, and both results count
             self._earlier = self._replicating.wait()
         if self._held is not None:
             shard.add_(self._held)
@@ -98,7 +98,7 @@ class Gradient:
         if self._bucket.reduction.requires_all_reduce:
             self._replicating = self._bucket.mesh.replicate.all_reduce(shard, tag=self._bucket.tag)
             if self._is_away:
-                # Now, not in `finish`: the copy overlaps with the rest of backward.
+                # Copy now, not in `finish`, so that the copy overlaps with the rest of backward.
                 self._replicating = self._bucket.storage.take_gradient(self._bucket, self._replicating, shard.nbytes)
         else:
             self._held = shard
@@ -145,7 +145,7 @@ class Gradient:
         if self._replicating is None:
             return False
         shard = self._arrive(self._replicating)
-        self._bucket.reduction.call_hook(shard)  # sees this backward's sum alone, without earlier ones
+        self._bucket.reduction.call_hook(shard)  # the hook sees only this backward's sum
         self.main.add(shard, used)
         return True
 
@@ -156,7 +156,7 @@ class Gradient:
         """
         for work in (self._reducing, self._replicating):
             if work is not None:
-                work.wait()  # it writes into memory that is about to be freed
+                work.wait()  # it writes to memory that is about to be freed
         self.main.reset()
         self._reducing = self._replicating = self._earlier = self._held = None
         self.unsharded.clear()

@@ -48,13 +48,13 @@ class GradientHooks:
             return
         for hooks, own in zip(self._hooks, self._own, strict=True):
             if next(reversed(hooks), own) != own:
-                hooks[own] = hooks.pop(own)  # readers in C do not see `move_to_end`
+                hooks[own] = hooks.pop(own)  # C code that reads the hooks ignores `move_to_end`
 
 
 def _accumulated(unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Return the post-accumulate hook of one original parameter."""
     collects = weakref.ref(bucket.gradient.unsharded)
-    # Both live as long as the parameter does.
+    # The unit and the bucket live at least as long as the parameter.
     owner, held = cast("Callable[[], Unit]", weakref.ref(unit)), cast(Callable[[], Bucket], weakref.ref(bucket))
 
     def hook(parameter: torch.Tensor) -> None:

@@ -47,7 +47,7 @@ class HooklessCalls:
         """End the calls that backward has left, before its next call, `call` of `unit`, gathers anything."""
         self.leave(after=call.number)
         call.reach()
-        if not call.inputs_left:  # others end by themselves, maybe later if autograd has several queues
+        if not call.inputs_left:  # other calls end on their own, perhaps later if autograd has several queues
             self._calls[call] = unit
 
     def leave(self, *, after: int) -> None:
@@ -76,7 +76,7 @@ class HooklessCalls:
             unit = left[call]._calls.pop(call)
             if call.is_active and not is_over:
                 unit.post_backward(call)
-            else:  # freed before, with its last gradient, or at the end with all others
+            else:  # freed earlier with its last gradient, or at the end with all others
                 call.end()
                 unit.reduce_if_left()
 
@@ -92,9 +92,9 @@ class HooklessCalls:
         return [o for o in _all_models() if o is not self and o.backward is not None and o.backward == self.backward]
 
 
-_models: set[weakref.ref[HooklessCalls]] = set()  # not a `WeakSet`, whose length takes an interpreter step
+_models: set[weakref.ref[HooklessCalls]] = set()  # a `WeakSet` computes its length in Python
 
 
 def _all_models() -> list[HooklessCalls]:
-    # A copy: any may die at any moment, and is removed then; ranks may be threads.
+    # Copy the set: a model may be freed, and removed from it, at any time, and ranks may be threads.
     return [model for reference in _models.copy() if (model := reference()) is not None]

@@ -45,7 +45,7 @@ class MainGradient:
         self.is_ahead = False
         self._rounded: torch.Tensor | None = None
         self._torn: list[int] = []
-        self._found = len(parameters) - 1  # had a gradient at the last look
+        self._found = len(parameters) - 1  # the parameter that had a gradient at the last check
         self._published: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._cut = Cut(spec.layout, own=spec.layout.rank_interval(spec.mesh.shard_rank))
@@ -90,7 +90,7 @@ class MainGradient:
         if self.tensor is not None and self._are_untouched(grads):
             self.tensor.add_(shard)
         else:
-            if any(_are_there(grads)):  # the script has replaced or changed ours: add to those
+            if any(_are_there(grads)):  # the script has replaced or changed them: add its values
                 for part, grad in zip(self._spec.slices, grads, strict=True):
                     if grad is not None:
                         shard[part].add_(grad)

@@ -44,7 +44,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a module of the user's class, because a slice of a unit (`nn.Sequential`) is not a unit."""
-        return getattr(cls, USER_CLASS)(*args, **kwargs)  # also for a subclass, as parametrizations make
+        return getattr(cls, USER_CLASS)(*args, **kwargs)  # also for subclasses, which parametrizations create
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard the parameters of this unit until `reshard()` or until the unit has run. All ranks must call this.
@@ -126,7 +126,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit
     module.register_load_state_dict_pre_hook(_tell_load)
-    # Tell dynamo that parameters are swapped without its knowledge; torch's own FSDP sets the same.
+    # Tell dynamo that parameters are swapped outside its control. torch's own FSDP sets the same flag.
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]

@@ -76,7 +76,7 @@ class ShardedParameter(ShardedTensor):
     @property
     def grad(self) -> ShardedTensor | None:
         """Return the gradient, averaged over all ranks, or None before the first backward."""
-        if self.used_up_by:  # code that clips, unscales or logs gradients must learn that there are none
+        if self.used_up_by:  # report this to code that clips, unscales or logs gradients
             raise LifecycleError(
                 f"sharded parameter {self.name}: the backward has already consumed its gradient",
                 hint=f"leave {self.used_up_by} out to clip, unscale or read gradients; call zero_grad() after step()",

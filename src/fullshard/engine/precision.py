@@ -109,7 +109,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *,
     Unchanged containers are returned as they are, so that subclasses survive. `into_mutable=False` skips lists, dicts
     and dataclasses, because code may modify them in place.
     """
-    if value is None:  # the case of most arguments of a layer
+    if value is None:  # the most common case
         return value
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -142,7 +142,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         return type(value)(**mapped)
     if not isinstance(value, MutableMapping):
         return type(value)(mapped)  # type: ignore[call-arg]
-    made = copy.copy(value)  # keeps other attributes: a `defaultdict`'s factory, a tokenizer's encodings
+    made = copy.copy(value)  # keeps other attributes, such as a `defaultdict`'s factory or a tokenizer's encodings
     made.update(mapped)
     return made
 
@@ -163,7 +163,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if isinstance(value, PackedSequence):  # a tuple whose lengths stay where they are
+    if isinstance(value, PackedSequence):  # a tuple with lengths that must stay on the host
         return cast(Any, value).to(device)
     if not isinstance(value, (MutableMapping, list, tuple)):
         return value
@@ -176,4 +176,4 @@ def moved(value: Any, device: torch.device) -> Any:
         return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
     if hasattr(value, "_fields"):
         return type(value)(*taken)
-    return (tuple if isinstance(value, tuple) else list)(taken)  # a subclass's constructor may not take items
+    return (tuple if isinstance(value, tuple) else list)(taken)  # the constructor of a subclass may not accept items

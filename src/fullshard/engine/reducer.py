@@ -43,7 +43,7 @@ class Reducer:
         self._advance(bucket)  # finish its earlier reduction in the same backward
         gradient.launch()
         oldest = self.order.launch(bucket)
-        if oldest is not None:  # the limit is reached: free the oldest one's memory before taking more
+        if oldest is not None:  # at the limit: free the oldest one's memory before allocating more
             self._advance(oldest)
         if self.publishes_early:
             self.publish_when_final()
@@ -73,7 +73,7 @@ class Reducer:
 
         `used` flags, for each parameter of a bucket, whether it got a gradient on any rank.
         """
-        for bucket in self.order.launched:  # advance all first: their replicate-axis reductions overlap
+        for bucket in self.order.launched:  # advance all of them first, so that their replicate-axis reductions overlap
             self._advance(bucket)
         for bucket in list(self.order.waiting):
             self._publish(bucket, used[bucket])

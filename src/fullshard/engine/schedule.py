@@ -94,7 +94,7 @@ class Schedule:
     def before_forward(self) -> None:
         """Prepare for a forward of the model."""
         if self.backward.is_under_way:
-            self.reset()  # the last backward ended in an exception
+            self.reset()  # the last backward raised an error
         for tell in self.extensions.before_forward:
             tell()
         self._thread = threading.get_ident()
@@ -107,7 +107,7 @@ class Schedule:
         if not self._has_begun:
             self.begin_use(in_forward=True)
             self._has_begun = True
-            self._number_buckets(self.mesh.take_tags(len(self.buckets())))  # tags of no other model
+            self._number_buckets(self.mesh.take_tags(len(self.buckets())))  # tags that no other model uses
         # The user may have changed things between steps: frozen parameters, loaded weights.
         for unit in self.units:
             unit.take_requires_grad()
@@ -157,7 +157,7 @@ class Schedule:
 
     def before_optimizer_step(self) -> None:
         """Drop everything gathered from the old main weights, which are about to change."""
-        self.recover()  # first: a failed backward's reductions may still write where gradients are read
+        self.recover()  # first, because reductions of a failed backward may still write to gradients
         self.forward.abandon()
         if self.keeps_gradients and not self.is_last_backward:
             raise LifecycleError(
@@ -168,10 +168,10 @@ class Schedule:
         for bucket in self.buckets():
             if bucket.has_gradient:
                 bucket.gradient.main.check_whole()
-        self._stepped_since_forward = True  # once for several optimizers
+        self._stepped_since_forward = True  # only once if there are several optimizers
         for unit in self.units:
             unit.reshard()
-        self.settle()  # a peer may still be reading main weights where they are
+        self.settle()  # a peer may still be reading main weights in place
 
     def units_by_backward(self) -> list[Unit]:
         """Return the units in the reverse order of the last forward, followed by those that did not run in it."""

@@ -155,7 +155,7 @@ class ShardSpec:
         self._layouts: dict[torch.dtype, torch_private.Layout] = {}
 
     def __deepcopy__(self, _memo: object) -> ShardSpec:
-        return self  # it never changes, and a copy of a tensor is laid out as the tensor
+        return self  # it never changes, and a copy of a tensor has the same layout
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, {tuple(self.shape)}, [{self.interval.start}, {self.interval.stop}))"
@@ -248,7 +248,7 @@ class ShardSpec:
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, of `local_shape`, of a full tensor or of one that broadcasts to it."""
         spread = whole if whole.shape == self.shape else whole.expand(self.shape)
-        if self.is_by_rows:  # by the operations that torch's `fully_shard` requires of a wrapper class
+        if self.is_by_rows:  # only with operations that torch's `fully_shard` requires of a wrapper class
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
             return rows[self.mesh.shard_rank] if self.mesh.shard_rank < len(rows) else spread[:0]
         return self.to_sharded(spread).reshape(-1)[self.interval.start : self.interval.stop]

@@ -36,7 +36,7 @@ class SpreadTensor(DTensor):
 
     @property
     def __tensor_flatten__(self) -> NoReturn:
-        # With it, moving a module would swap its parameters for others, and a compiler would build torch's own class
+        # If it existed, moving a module would replace its parameters, and a compiler would build torch's own class
         # from the parts.
         raise AttributeError("a compiler cannot decompose a sharded tensor")
 
@@ -54,8 +54,10 @@ class ShardedTensor(SpreadTensor):
     """
 
     _compute: ClassVar[Callable[[torch_private.Kernel, Sequence[Any], dict[str, Any]], Any]]
-    """Runs a kernel on sharded tensors; set from outside the engine."""
-    __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state calls it
+    """Runs a kernel on sharded tensors. Code outside the engine sets it."""
+    __hash__ = (
+        object.__hash__
+    )  # by identity like a tensor's, but in C, because every look-up of optimizer state calls it
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> ShardedTensor:
         """Create the tensor around this rank's interval `local`."""

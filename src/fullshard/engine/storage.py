@@ -45,7 +45,7 @@ class Storage:
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
         """Launch the gather of a bucket. `is_changed` says that `main` has changed since the last gather."""
-        # Within a backward only: changes of memory past torch, between steps, are not counted.
+        # Only within a backward: between steps, code may change memory without torch counting it.
         is_unchanged = not is_changed and torch_private.backward_under_way() != -1
         return bucket.buffer.gather(bucket.compute_shard, tag=bucket.tag, exactly=exactly, is_unchanged=is_unchanged)
 

@@ -63,8 +63,8 @@ class Unit(UnitParameters):
         self.prefetched_in_forward: list[Unit] | None = None
         self.prefetched_in_backward: list[Unit] | None = None
         self.calls = Calls()
-        self._current: list[Call] = []  # those whose forward is under way
-        self._ran: set[int] = set()  # its modules that have run, until the last has
+        self._current: list[Call] = []  # calls with a forward in progress
+        self._ran: set[int] = set()  # modules that have run, until the last one has
         self._running = 0
         self._is_in_method = self._is_outermost = False
         super().__init__(plan, policy=policy, storage=storage, schedule=schedule)
@@ -100,7 +100,7 @@ class Unit(UnitParameters):
             return method(*args, **kwargs)
         try:
             args, kwargs = self._pre_forward(module, args, kwargs)
-            self._is_in_method = True  # a forward that the method calls is part of it
+            self._is_in_method = True  # a forward called by the method is part of it
             output = method(*args, **kwargs)
         except BaseException:
             self._is_in_method = False
@@ -114,20 +114,21 @@ class Unit(UnitParameters):
         if self._is_in_method:
             return args, kwargs
         in_backward = torch_private.backward_under_way() != -1
-        if in_backward:  # a recompute is no forward of the model: it changes neither order nor depth
+        if in_backward:  # a recomputation is not a forward of the model, so it changes neither order nor depth
             self.schedule.backward.hookless_calls.leave_before_recompute()
         else:
             self._is_outermost = self.schedule.forward.begin(self)
-        if self._is_outermost:  # as in torch, move inputs left on the host; for a recompute too
+        if self._is_outermost:  # as in torch, move inputs that are still on the host, even for a recomputation
             args, kwargs = moved((args, kwargs), self.schedule.mesh.device)
         self._running += 1
         self.unshard()
-        if not in_backward:  # after this unit's own: gathers on one communicator arrive in the order of their launch
+        if not in_backward:  # after this unit's gathers, because a communicator runs gathers in launch order
             self.schedule.forward.prefetch(self)
         self.emit(EventKind.FORWARD_BEGIN)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
-        # In backward a live call means a recompute whose graph never runs backward. Reentrant checkpoints have no call.
+        # In backward, a live call means a recomputation with a graph that never runs backward. Reentrant checkpoints
+        # have no call.
         if torch.is_grad_enabled() and not (in_backward and self.calls.are_expected):
             self.schedule.backward.note_call(self)
             call = Call()
@@ -142,10 +143,10 @@ class Unit(UnitParameters):
         self._running = max(0, self._running - 1)
         self.emit(EventKind.FORWARD_END)
         self._ran.add(id(module))
-        # Called even if forward raised: see always_call.
+        # This also runs if forward raised an error (always_call).
         failed = output is None and sys.exc_info()[0] is not None
         if not failed:
-            # Copies of views of parameters, as their memory goes when the unit is resharded.
+            # Copy views of parameters, because resharding the unit frees their memory.
             output = map_tensors(lambda t: t.clone() if self.has_view(t) else t, output)
             for tell in self.schedule.extensions.unit_ran:
                 tell(self)
@@ -155,14 +156,14 @@ class Unit(UnitParameters):
             if call.watch_outputs(self, output):
                 self.calls.add(call)
             elif any(bucket.trainable_count for bucket in self.buckets):
-                self.is_kept_for_backward = True  # nothing will announce its backward
+                self.is_kept_for_backward = True  # no hook will announce its backward
         try:
-            if len(self._ran) == len(self.modules):  # modules unsharded together are resharded by the last
+            if len(self._ran) == len(self.modules):  # the last of the modules unsharded together reshards them
                 self._ran.clear()
                 keep = in_backward or self.is_kept_for_backward or not self.frees_after_forward
                 if (failed and not in_backward) or not (keep or any(call.is_active for call in self.calls.live())):
                     self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
-        except BaseException:  # another rank has ended, so memory that it shares cannot be freed
+        except BaseException:  # another rank has exited, so memory shared with it cannot be freed
             if not in_backward:
                 self.schedule.forward.leave(failed=True)
             raise
@@ -216,7 +217,7 @@ class Unit(UnitParameters):
             self._reshard_after_backward(call.previous)
         if not pending:
             self._reduce()
-        if is_over:  # after the reductions, which other ranks may have launched at the last gradient
+        if is_over:  # after the reductions, because other ranks may have launched them at the last gradient
             self.schedule.backward.prefetch_after(call.previous)
         self.schedule.backward.reducer.publish_when_final()
 
@@ -232,7 +233,7 @@ class Unit(UnitParameters):
     def gradients_complete(self, bucket: Bucket) -> None:
         """Reduce `bucket` when it is due, after autograd has accumulated all its gradients."""
         if any(not call.is_active for call in self.calls.pending()):
-            return  # a call still to come adds to them on other ranks, which reduce after it
+            return  # on other ranks, a later call adds to these gradients before they are reduced
         self.schedule.backward.reduce_when_due(bucket)
         if all(each is bucket or each.is_complete for each in self.buckets):
             self._reshard_if_passed()
@@ -250,7 +251,7 @@ class Unit(UnitParameters):
             self._reshard_after_backward(None)
 
     def _reshard_after_backward(self, previous: Unit | None) -> None:
-        if self.reshard_after_backward and previous is not self:  # equal if the same unit comes next
+        if self.reshard_after_backward and previous is not self:  # they are equal if the same unit is next
             self.reshard()
 
     def finish_backward(self) -> None:

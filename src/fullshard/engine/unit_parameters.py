@@ -40,13 +40,13 @@ class UnitState(Enum):
     """
 
     SHARDED = auto()
-    """no memory for the whole"""
+    """The unsharded parameters have no memory."""
     GATHERING = auto()
-    """the all-gather is under way"""
+    """The all-gather is in progress."""
     GATHERED = auto()
-    """whole, but the modules still hold sharded parameters, or hold them again"""
+    """The parameters are gathered, but the modules hold the sharded ones."""
     UNSHARDED = auto()
-    """whole, and the modules hold the original parameters"""
+    """The parameters are gathered, and the modules hold the original ones."""
 
 
 class Postponed(Protocol):
@@ -85,7 +85,7 @@ class UnitParameters:
     ) -> None:
         self.schedule, self.slots = schedule, plan.slots
         self.modules, self.policy, self.storage = plan.modules, policy, storage
-        self.mesh = schedule.mesh  # the model around it may have another mesh
+        self.mesh = schedule.mesh  # a model that contains this one may have another mesh
         self.reduction = ReductionSettings.of(self.mesh)
         self._waits: dict[tuple[str, str], Waiting] = {}
         self.name, self.number = "", 0
@@ -102,7 +102,7 @@ class UnitParameters:
         self.full_nbytes = sum(bucket.full_nbytes for bucket in buckets)
         for bucket in buckets:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
-                # An optimizer made before holds these, and learns which parameters replace them.
+                # An optimizer created earlier holds these, and must find out which parameters replace them.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
                 for replaced in slot.replaced:
@@ -112,7 +112,7 @@ class UnitParameters:
         self.stand_ins = None
 
     def __getattr__(self, name: str) -> Any:
-        # Called for attributes that the unit lacks: its buckets, until they have been given memory.
+        # Called for missing attributes, such as the buckets before they have memory.
         if name in ("buckets", "full_nbytes") and (stand_ins := vars(self).get("stand_ins")) is not None:
             raise stand_ins.error(self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -143,7 +143,7 @@ class UnitParameters:
             return
         for tell in self.schedule.extensions.before_gather:
             tell(self)
-        self.state = UnitState.GATHERING  # before the launches: if one fails, `reshard` waits for those before it
+        self.state = UnitState.GATHERING  # before the launches: if one fails, `reshard` waits for the earlier ones
         self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
         with torch_private.without_transforms():  # memory made under transforms ends with them
             for bucket in self.buckets:
@@ -171,12 +171,12 @@ class UnitParameters:
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
-        if self.state is UnitState.GATHERING:  # gathered ahead and unused: report here which rank does not come
+        if self.state is UnitState.GATHERING:  # gathered ahead but unused: report here which rank is missing
             with self.waiting("unshard"):
                 for bucket in self.buckets:
                     bucket.wait_unshard()
         if self.state is UnitState.UNSHARDED:
-            self._bind(unsharded=False)  # first, because it may refuse
+            self._bind(unsharded=False)  # first, because it may raise an error
         for bucket in self.buckets:
             bucket.reshard(kept_by=self.neighbours if is_after_forward else None)
         for tell in self.schedule.extensions.resharded:
@@ -204,7 +204,7 @@ class UnitParameters:
             self._bind(unsharded=False)
 
     def _bind(self, *, unsharded: bool) -> None:
-        self._binding.check()  # before any change, or a refusal would leave it half done
+        self._binding.check()  # before any change, because an error would leave it half done
         if not unsharded:
             for bucket in self.buckets:
                 _check_unchanged(bucket)
@@ -239,7 +239,7 @@ def _check_unchanged(bucket: Bucket) -> None:
     """Reject in-place changes of unsharded parameters, which would be lost or differ between ranks."""
     changed = bucket.originals.take_changes()
     if not changed or (bucket.shares_main and bucket.mesh.world_size == 1):
-        return  # the latter: no other rank has a copy, and `full` is where `main` is
+        return  # a single rank, whose `full` shares the memory of `main`
     names = ", ".join(str(bucket.sharded_parameters[index].name) for index in changed)
     raise LifecycleError(
         f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: {names} changed in place while unsharded (clamp_, "

@@ -70,7 +70,7 @@ class UnshardedGradient:
         grad = parameter.grad
         if grad is None:
             return False
-        parameter.grad = None  # its memory goes as soon as it is copied
+        parameter.grad = None  # frees its memory as soon as it is copied
         if self._readers and (reader := self._readers[index]) is not None:
             grad = reader(grad)
         piece = self._fresh.pop(index, None)
@@ -84,7 +84,7 @@ class UnshardedGradient:
             self._check_data(index)
             raise
         self.fired.add(index)
-        return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
+        return len(self.fired) >= self.expected  # `is_complete`, inlined to save a call per gradient
 
     def end_backward(self) -> None:
         """Forget which gradients arrived in this backward."""
@@ -164,7 +164,7 @@ class UnshardedGradient:
     def hand_over(self) -> torch.Tensor:
         """Return `full`, shape (F,), with zeros for unused parameters. Later gradients go into new memory."""
         self._check_data()
-        full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
+        full = self._begin() if self._full is None else self._full  # unused on this rank, but perhaps not on another
         for piece in self._fresh.values():
             piece.zero_()
         self._let_go()

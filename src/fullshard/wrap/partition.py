@@ -96,7 +96,7 @@ def partition(
         plan = plans.get(id(module))
         if plan is not None:
             chain = [*chain, plan]
-        # A module that is shared by two units is seen once under each, and once only.
+        # Visit a module shared by two units exactly once under each.
         if (id(module), id(chain[-1])) in visited:
             return
         visited.add((id(module), id(chain[-1])))

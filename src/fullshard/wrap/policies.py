@@ -25,7 +25,7 @@ from fullshard.core.errors import WrapError, first_of
 from fullshard.core.sizes import format_count
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Containers of blocks that repeat."""
+"""Containers of repeated blocks."""
 
 _OPAQUE = (nn.MultiheadAttention,)
 """Modules that read the weights of their children without calling them, so the children's hooks would never run."""
@@ -33,7 +33,7 @@ _OPAQUE = (nn.MultiheadAttention,)
 _SHOWN_CANDIDATES = 12
 
 _FILLED = 0.5
-"""A block of which named layers hold at least that share is a stage of layers; of less, a layer with named parts."""
+"""If named layers hold at least this share of a block, the block is a stage of layers. Otherwise, it is one layer."""
 
 _WORTH_A_UNIT = 0.01
 """A class of blocks that together hold less than this share of a model is not worth its gathers."""
@@ -155,7 +155,7 @@ def _asks_as_torch_does(function: Callable[..., object]) -> bool:
     """Return whether a function has torch's signature, `policy(module, recurse, nonwrapped_numel)`."""
     try:
         return "recurse" in inspect.signature(function).parameters
-    except ValueError:  # of a built-in, which does not say
+    except ValueError:  # a built-in without a signature
         return False
 
 
@@ -190,7 +190,7 @@ def _by_class(policy: ByClass, model: nn.Module, candidates: _Modules) -> set[in
     chosen: set[int] = set()
     for wanted in policy.classes:
         matching = {key for key, module in candidates.items() if _matches(module, wanted)}
-        if not matching and not _matches(model, wanted):  # the root is a unit anyway
+        if not matching and not _matches(model, wanted):  # the root is always a unit
             raise _unmatched(model, wanted, candidates)
         chosen |= matching
     return chosen

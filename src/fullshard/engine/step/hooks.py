@@ -44,8 +44,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 _held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Bucket]]] = (
     weakref.WeakKeyDictionary()
 )
-"""An optimizer's parameters at its last step: all, if every one was sharded, else none, because the others may be
-sharded later; and the buckets that the sharded ones are in."""
+"""The parameters of each optimizer at its last step, and their buckets. The list of parameters is empty if one was not
+sharded, because it may be sharded later."""
 
 
 def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
@@ -72,20 +72,20 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if any(map(callable, (*args, *kwargs.values()))):
         args, kwargs = _tell_after_closure(optimizer, buckets, args, kwargs)
     else:
-        _tell(optimizer, buckets)  # first: if it raises, no part of a step has begun
+        _tell(optimizer, buckets)  # first: if it raises an error, the step has not begun
     use_plain_tensors(optimizer)
     for bucket in buckets:
-        bucket.touch()  # before the step: a step that fails half-way has changed weights too
+        bucket.touch()  # before the step, because a failed step may also have changed weights
     schedules = dict.fromkeys(bucket.owner.schedule for bucket in buckets)
     for schedule in schedules:
         schedule.before_optimizer_step()
         refuse_pinned(schedule.units, "the optimizer cannot step", "step outside `with unsharded(model)`")
     for storage, own_buckets in by_storage(buckets).items():
-        storage.before_update(optimizer, own_buckets)  # after unsharded parameters are freed, which makes room
+        storage.before_update(optimizer, own_buckets)  # after unsharded parameters are freed, to have more memory
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
-    # Last: after an error above, nothing would undo it.
+    # Do this last, because nothing would undo it after an error above.
     args, kwargs = adapter_of(optimizer).before_step(optimizer, args, kwargs)
     return own + args, kwargs
 
@@ -119,7 +119,9 @@ def _tell_after_closure(
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Undo the preparations for a step and notify the storages, after the step of any optimizer."""
     finish_step(optimizer)
-    adapter_of(optimizer).rest(optimizer, has_stepped=True)  # first: state is looked for under the sharded parameters
-    if optimizer in _held:  # otherwise the step began before anything was sharded
+    adapter_of(optimizer).rest(
+        optimizer, has_stepped=True
+    )  # first, because state is stored under the sharded parameters
+    if optimizer in _held:  # if not, the step began before anything was sharded
         for storage, buckets in by_storage(_held[optimizer][1]).items():
             storage.after_update(optimizer, buckets)

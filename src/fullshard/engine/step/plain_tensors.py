@@ -30,7 +30,7 @@ ELEMENT_WISE = (
     optim.Rprop,
     optim.SGD,
 )
-"""Optimizers that treat elements alike and collect their tensors in `_init_group`. A subclass may do anything."""
+"""Optimizers that update elements independently and collect their tensors in `_init_group`. Subclasses may differ."""
 
 
 def use_plain_tensors(optimizer: optim.Optimizer) -> None:
@@ -70,7 +70,7 @@ class _InitGroup:
         try:
             init_group = getattr(type(optimizer), torch_private.INIT_GROUP)
             return init_group(optimizer, {**group, "params": tensors}, *lists)
-        finally:  # at once: the optimizer has its lists, and other readers of `state` must find parameters
+        finally:  # immediately: the optimizer has its lists, and other code must find parameters in `state`
             for _, plain in listed:
                 plain.grad = None
             self._take_state_of(listed)
