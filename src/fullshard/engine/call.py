@@ -117,7 +117,7 @@ class Call:
                 return tensor
             base = tensor._base
             if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in givers):
-                # A view loses its tensor hooks if it is changed in place later. The node of its base stays in the graph.
+                # A view loses its tensor hooks if changed in place later. The node of its base stays in the graph.
                 # An input passed on unchanged (T5's position bias) has a node of another unit. Backward reaches it long
                 # after it has left this unit, which would be gathered again and stay unsharded to the end.
                 base.grad_fn.register_prehook(hook)
