@@ -1,7 +1,8 @@
-"""Unshard a unit for modules that hold its parameters and are called past it (an encoder on its own), and for methods.
+"""Unshard a unit when one of its modules or methods is called directly instead of the unit's forward.
 
-Within the unit's forward their hooks do nothing. Outside they unshard the whole unit, and with gradients it stays so
-until the backward is over, because nothing announces that.
+An example is an encoder that is called on its own. During the unit's forward the hooks do nothing. Outside of it they
+unshard the complete unit. If gradients are enabled, the unit stays unsharded until backward is over, because no event
+marks an earlier end.
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ from fullshard.engine.unit import Unit
 
 
 class SubmoduleEntry(Extension):
-    """Put the hooks on one model's modules."""
+    """Manage the hooks on one model's modules."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._handles: list[RemovableHandle] = []
 
     def assembled(self) -> None:
-        """Watch the modules of every unit, and the methods of its class."""
+        """Add hooks to the modules of every unit, and wrap the methods of its class."""
         for unit in self.model.units:
             for module in unit.modules:
                 _enter_methods(next(cls for cls in type(module).__mro__ if USER_CLASS in vars(cls)))
             self._handles += _watch(unit, is_outermost=unit is self.model.units[-1])
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take away the hooks of a part, whose outermost unit was not the outermost after all."""
+        """Remove the hooks of a model that became part of this one, because its root is not outermost any longer."""
         for handle in cast("SubmoduleEntry", earlier)._handles:
             handle.remove()
 
 
 def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
-    """Unshard a unit when a module that holds parameters of it is called past the unit.
+    """Add hooks that unshard a unit when a module with its parameters is called outside the unit's forward.
 
-    In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
-    embeddings, which models look tokens up in (`get_input_embeddings()`) before they call the unit around them.
+    In the outermost unit this includes every module: an encoder called on its own uses the embedding that the root
+    owns. In other units it includes embeddings, because models look up tokens in them (`get_input_embeddings()`) before
+    they call the enclosing unit.
     """
     parts = {id(m): m for slot in unit.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
     handles = []
@@ -62,13 +64,13 @@ def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
 
 
 class _WatchedPart:
-    """One of them."""
+    """One module that is watched for direct calls."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit, self.has_unsharded = unit, False  # whether it is called past the unit, and reshards it in the end
 
     def begin(self) -> None:
-        """Begin a call of the part past the unit."""
+        """Unshard the unit if the module is called outside its forward."""
         self.unit.take_requires_grad()
         self.unit.unshard()
         if torch.is_grad_enabled():
@@ -77,13 +79,13 @@ class _WatchedPart:
             self.has_unsharded = True
 
     def end(self) -> None:
-        """End a call of the part."""
+        """End a direct call of the module."""
         self.has_unsharded = False
         self.unit.reshard()
 
 
 def _hooks_of(part: _WatchedPart) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the part's hooks. In the unit's forward they do nothing, and a graph of that goes on through them."""
+    """Return the hooks of a watched module; in the unit's forward they do nothing and can be compiled."""
     begin, end = uncompiled(part.begin), uncompiled(part.end)
 
     def before(module: nn.Module, args: Any) -> None:
@@ -100,7 +102,7 @@ def _hooks_of(part: _WatchedPart) -> tuple[Callable[..., None], Callable[..., No
 
 
 def _enter_methods(cls: type) -> None:
-    """Wrap, in the class of a unit, the methods of the user's class that it was made of."""
+    """Wrap the methods that a unit's class inherits from the user's class."""
     for name, member in vars(vars(cls)[USER_CLASS]).items():
         # torch checks whether some methods (`get_extra_state`) are those of nn.Module
         is_own = inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name)
@@ -109,10 +111,10 @@ def _enter_methods(cls: type) -> None:
 
 
 def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of the user's class to unshard within a forward or backward, where every rank calls it.
+    """Wrap a method of the user's class so that it unshards the unit inside a forward or backward.
 
-    Elsewhere one rank may be the only one to call it, and would wait for the others; if the method fails there, the
-    error says so.
+    Only there is it certain that every rank calls the method. Elsewhere a single rank might call it and wait forever.
+    If the method fails there, the error explains this.
     """
 
     @functools.wraps(method)

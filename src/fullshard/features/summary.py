@@ -1,4 +1,4 @@
-"""The line at start-up that proves the model is sharded."""
+"""The line printed at startup to show that the model is sharded."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fullshard.engine.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is sharded, seen from this rank. `str()` is the line for people.
+    """A description of how a model is sharded, from the view of this rank. `str()` returns it as one line.
 
     Attributes:
-        units, buckets: how many of each.
-        total_numel: parameters of the whole model that units own.
-        rank_numel: parameters among them that this rank owns.
-        rank_nbytes: bytes of this rank's main weights, padding included.
-        largest_unit: name of the unit that is largest when it is unsharded; empty for the root.
+        units, buckets: number of units and buckets.
+        total_numel: number of parameters in the complete model that units own.
+        rank_numel: number of those parameters on this rank.
+        rank_nbytes: bytes of this rank's main weights, including padding.
+        largest_unit: name of the largest unit when unsharded; empty for the root.
         largest_unit_nbytes: bytes of that unit when unsharded.
-        padding: share of all buckets that is padding.
-        beneath: how another axis has split parameters before; empty if none has.
-        world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
-        strategy: name of the strategy table's row that the mesh and the units match; empty with one rank.
-        kept: units that keep their parameters between forward and backward although the strategy frees them.
-        offload: the parts that live in host memory beside the device.
-        host_nbytes: bytes of shards in host memory, without optimizer state and gradients.
-        at_rest: the forms in which weights are stored as codes, each with the number of these; empty if none is.
-        packed: values that are rounded before they are sent, or why a request for that has no effect; empty if none.
+        padding: fraction of all buckets that is padding.
+        beneath: description of an earlier split along another axis; empty if there is none.
+        world_size, shard_size, replicate_size: number of ranks in total, per shard group and per replicate group.
+        strategy: name of the matching row in the strategy table; empty with one rank.
+        kept: number of units that stay unsharded between forward and backward although the strategy frees them.
+        offload: parts that are kept in host memory.
+        host_nbytes: bytes of shards in host memory, excluding optimizer state and gradients.
+        at_rest: forms of weights stored as codes, each with the number of weights; empty if there are none.
+        packed: values that are rounded before they are sent, or why a request for this has no effect; empty if none.
     """
 
     units: int
@@ -58,7 +58,7 @@ class Sharding:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Sharding:
-        """Measure `units`."""
+        """Return a description of `units`."""
         buckets = [bucket for unit in units for bucket in unit.buckets]
         mesh, schedule = units[0].mesh, units[0].schedule
         largest = max(units, key=lambda unit: unit.full_nbytes)
@@ -119,10 +119,10 @@ class Sharding:
 
 
 def describe(model: nn.Module) -> Sharding:
-    """Return how `model` is sharded. Print it at start-up: it is the proof.
+    """Return how `model` is sharded. Print the result at startup to verify it.
 
     Raises:
-        LifecycleError: the model is not sharded.
+        LifecycleError: The model is not sharded.
     """
     return Sharding.of(require_units(model))
 

@@ -1,4 +1,4 @@
-"""Forwards that recompute their activations in backward, or are compiled."""
+"""Module forwards that recompute their activations in backward, or are compiled."""
 
 from fullshard.features.recompute.forwards import checkpoint_modules, compile_modules
 

@@ -1,7 +1,8 @@
 """Transformations of a module's forward: activation checkpointing and compilation, in place, before sharding.
 
-Only `module.forward` is replaced, by a bound method of the same module. So no parameter is renamed, no wrapper appears
-in the module tree, hooks on the module (sharding included) stay outside, and `copy.deepcopy` binds the copy to itself.
+Only `module.forward` is replaced, with a bound method of the same module. As a result, no parameter is renamed, no
+wrapper appears in the module tree, hooks on the module (including those for sharding) stay outside, and `copy.deepcopy`
+binds the copied method to the copy.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ def checkpoint_modules(
 ) -> list[nn.Module]:
     """Recompute the activations of `modules` in backward instead of keeping them.
 
-    Call it before the model is sharded. Of nested modules only the outermost is checkpointed: recomputing the inner one
-    once more within the recomputation would cost time and save little. Random numbers (dropout) and autocast are the
-    same in the recomputation, and so are buffers, which it leaves as they are: a batch norm counts its inputs once.
-    An empty key/value cache is withheld from a checkpointed layer: recomputing would fill it twice.
+    Call it before the model is sharded. If modules are nested, only the outermost is checkpointed, because recomputing
+    the inner one again within the recomputation would cost time and save little memory. The recomputation uses the same
+    random numbers (dropout), autocast settings and buffers. It leaves buffers unchanged, so a batch norm counts its
+    inputs only once. A checkpointed layer does not receive an empty key/value cache, because the recomputation would
+    fill it twice.
 
     Args:
-        model: the model that holds the modules.
+        model: the model that contains the modules.
         modules: usually the model's units.
-        reentrant: use PyTorch's older implementation. It needs an input that requires grad, and does not see tensors
-            inside tuples or dicts.
-        selective: keep tensors that are expensive to compute for their size, attention's output and every second matrix
-            product, and recompute the rest: about 0.4 of a forward again, for half the memory of keeping everything.
+        reentrant: use PyTorch's older implementation. It requires an input that requires grad, and it does not find
+            tensors inside tuples or dicts.
+        selective: keep tensors that are expensive to compute for their size (the output of attention and every second
+            matrix product), and recompute the rest. This repeats about 0.4 of a forward, and needs half the memory of
+            keeping everything.
 
     Returns:
         The modules that were changed.
 
     Raises:
-        WrapError: a module is not in the model, is a unit already, is checkpointed already, the model's own
-            gradient checkpointing is on, or reentrant is to be selective.
+        WrapError: A module is not in the model, is already a unit, or is already checkpointed; the model's own
+            gradient checkpointing is on; or both `reentrant` and `selective` are set.
     """
     if reentrant and selective:
         raise WrapError(
@@ -82,15 +85,15 @@ def checkpoint_modules(
 
 
 def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
-    """Compile the forward of each module on its own, leaving hooks (and so communication) outside the graphs.
+    """Compile the forward of each module separately, so that hooks and communication stay outside the graphs.
 
     Args:
         modules: usually the model's units. Call it before sharding, and before or after `checkpoint_modules`.
-        options: passed to `torch.compile`.
+        options: keyword arguments for `torch.compile`.
 
     Raises:
-        WrapError: a module is a unit already, or is checkpointed selectively: the kept tensors could not be told from
-            outside a graph.
+        WrapError: A module is already a unit, or is checkpointed selectively: the tensors to keep could not be found
+            from outside a graph.
     """
     for module in {id(module): module for module in modules}.values():
         if is_unit(module):
@@ -112,7 +115,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the given modules without those that lie inside another one, each once, in the given order."""
+    """Return the modules that are not inside another given module, without duplicates, in the given order."""
     unique = list({id(module): module for module in modules}.values())
     inner = {id(child) for module in unique for child in module.modules() if child is not module}
     return [module for module in unique if id(module) not in inner]
@@ -146,11 +149,11 @@ def _reentrantly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `inner`, whose further runs begin with the buffers that the first one found, and change copies of them.
+    """Return a function that gives every run of `inner` the buffers that its first run started with.
 
-    A forward may compute its buffers and use them in its result (spectral norm), so a further run starts from the same
-    ones. It takes copies instead of putting values back: autograd may have saved a buffer, and would refuse one
-    that was written to.
+    A forward can compute its buffers and use them in its result (spectral norm), so later runs must start from the same
+    values. They work on copies instead of restoring the buffers, because autograd may have saved a buffer and would
+    refuse one that was written to.
     """
     holders: list[nn.Module] = module.__dict__["_recomputed_buffers"]
     if not holders or torch.compiler.is_compiling():  # a compiled graph has its changes of buffers once
@@ -179,7 +182,7 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return data that show changes of buffers; without a batch norm's, whose kernels do not count changes."""
+    """Return data that reveals changes of buffers, except in batch norms, where kernels do not count changes."""
     if isinstance(module, torch_private.NormBase):
         return {}
     return {name: (id(b), b._version) for name, b in module._buffers.items() if b is not None}
@@ -190,7 +193,7 @@ def _copies(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor |
 
 
 def _selective_contexts() -> Any:
-    """Return contexts of a forward and its recomputation, which each count the products and so choose the same."""
+    """Return contexts for forward and recomputation that count matrix products to make the same choices."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -206,7 +209,7 @@ def _selective_contexts() -> Any:
 def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments without an (empty) key/value cache."""
+    """Return the arguments with empty key/value caches replaced by None."""
     caches = {name: kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
     positional = {f"argument {i}": arg for i, arg in enumerate(args) if hasattr(arg, "get_seq_length")}
     if not caches and not positional:

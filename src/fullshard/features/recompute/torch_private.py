@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses; see `comm.torch_private`."""
+"""Private torch names that only this feature uses; see `comm.torch_private`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ results; under another name attention would be computed twice. Since 2.5."""
 
 
 def is_compiled_function(function: Callable[..., Any]) -> bool:
-    """Return whether `torch.compile` made a function; a checkpoint cannot look at its operations. Since 2.0."""
+    """Return whether `torch.compile` made the function; checkpoints cannot inspect it. Since torch 2.0."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 

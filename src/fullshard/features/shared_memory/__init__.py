@@ -1,6 +1,6 @@
-"""Collectives of ranks on the CPUs of one host, which see one another's memory.
+"""Collectives for ranks on the CPUs of one host, using shared memory.
 
-New pages of memory are expensive on a CPU, and the ranks of one host can read one another's.
+New memory pages are expensive on a CPU, and the ranks of one host can read each other's memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ __all__ = ["share_memory"]
 
 
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> Candidate | str:
-    """Return collectives over shared memory; see `Backend`. `FULLSHARD_COMM=gloo` on any rank forbids them."""
+    """Return collectives over shared memory, or the reason why there are none; see `Backend`.
+
+    Setting `FULLSHARD_COMM=gloo` on any rank disables them.
+    """
     if device.type != "cpu":
         return "only host memory is shared"
     made = connect(group, lambda peers: SharedMemoryCollectives(group, peers))

@@ -1,17 +1,17 @@
-"""Collectives over shared memory, for ranks on one host that compute on its CPU.
+"""Collectives over shared memory, for ranks that compute on the CPU of one host.
 
-Nothing is sent. Each rank writes where its peers read:
+Nothing is sent. Each rank writes to memory that its peers read:
 
-    all-gather        The unsharded bucket is one piece of memory that all ranks map and in which each owns its
+    all-gather        The unsharded bucket is one block of memory that all ranks map and in which each owns its
                       interval. If ranks compute in the dtype of the main weights, that interval *is* the main weights,
-                      and unsharding copies nothing at all; else each rank casts its own into it.
-    exchange          Each rank says where its part for each of the others begins; they copy it from there.
-    reduce-scatter    Each rank collects its gradients in memory that the others can read, says where, and adds up its
-                      own interval of all ranks', in pairs (`comm.gloo.average`), always the same number. It casts
-                      what it reads if the sum is to be in a wider dtype.
+                      and unsharding copies nothing. Otherwise, each rank casts its main weights into it.
+    exchange          Each rank publishes where its part for every other rank begins, and the others copy it.
+    reduce-scatter    Each rank collects its gradients in memory that the others can read, and publishes where. It sums
+                      its own interval over all ranks in pairs (`comm.gloo.average`), so the result is deterministic.
+                      It casts what it reads if the sum uses a wider dtype.
 
-What remains is to know when. A rank counts how often it has offered and freed each bucket, and how many gradients it
-has posted and read. Main weights change only when no peer can be reading them any more; see `wait_for_readers`.
+The rest is synchronisation. A rank counts how often it has offered and freed each bucket, and how many gradients it has
+posted and read. Main weights change only when no peer can still be reading them; see `wait_for_readers`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MAX_BUFFERS = 2**16
 
 
 class SharedMemoryCollectives(GlooCollectives):
-    """Collectives of the ranks of one host, which send nothing, and so pack nothing.
+    """Collectives of the ranks of one host. They do not send messages and therefore do not pack them.
 
-    All-reduce, used along the replicate axis, stays with Gloo.
+    All-reduce, which is used along the replicate axis, still uses Gloo.
     """
 
     sends = False
@@ -64,27 +64,27 @@ class SharedMemoryCollectives(GlooCollectives):
         return self._queues.reduce(full, how)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Exchange with one copy, out of the peers' memory."""
+        """Exchange parts by copying them once, directly from the memory of the peers."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         return self._queues.exchange(leaving, arriving, parts, tag)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return reused memory in which the peers can read the tensor."""
+        """Return reusable memory that the peers can read."""
         return self._queues.pool.empty(numel, dtype)
 
     def wait_for_readers(self) -> None:
-        """Wait until the others have read."""
+        """Wait until the peers have finished reading this rank's buckets."""
         self._buffers.wait_for_readers()
 
 
 class SharedBuckets:
-    """The unsharded buckets, all in rank 0's file, and counts of how often each rank has offered and freed each.
+    """The unsharded buckets in rank 0's file, with counts of how often each rank has offered and freed each.
 
     Attributes:
-        offered, freed: shape (ranks, buckets); each row is written by its rank.
-        shared, own: the buckets, as all ranks see them, and so that only this rank sees what it writes there.
-        placed: how many buckets have a place, and the number of the next one.
-        pending: offers for gathers that this rank could not make yet, because a peer reads what it would overwrite.
+        offered, freed: counts of shape (ranks, buckets); each rank writes its own row.
+        shared, own: mappings of the buckets. All ranks see writes to `shared`; only this rank sees its writes to `own`.
+        placed: number of buckets that have a place, which is also the number of the next bucket.
+        pending: offers for gathers that are delayed because a peer is still reading what they would overwrite.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -102,7 +102,7 @@ class SharedBuckets:
         self._pid = os.getpid()
 
     def place(self, spec: BufferSpec) -> tuple[int, int] | None:
-        """Return (number, first byte) for a new bucket; None if it has no elements, or there is no room for it."""
+        """Return (number, first byte) of a place for a bucket, or None if it is empty or does not fit."""
         number, start, nbytes = self.placed, self._end, spec.numel * spec.dtype.itemsize
         if not nbytes or number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
@@ -111,26 +111,27 @@ class SharedBuckets:
         return number, start
 
     def wait_for_readers(self) -> None:
-        """Wait until every rank has freed this rank's buckets, except those that this rank has itself dropped.
+        """Wait until every rank has freed this rank's buckets, except buckets that this rank has dropped.
 
-        A peer that dropped a model while that was whole frees it only once its collector runs: it may wait for us.
+        A peer that dropped a model while it was unsharded frees it only when its garbage collector runs, and it may
+        itself be waiting for this rank.
         """
         freed = self.freed[:, : self.placed]
         own = np.where(self._ended[: self.placed], 0, freed[self.peers.rank])
         self.peers.wait_until(lambda: bool((freed >= own).all()))
 
     def is_unread(self, number: int) -> bool:
-        """Return whether every rank has freed a bucket as often as this rank has offered it, so that no rank reads."""
+        """Return whether every rank has freed a bucket as often as this rank has offered it."""
         return bool((self.freed[:, number] >= self.offered[self.peers.rank, number]).all())
 
     def end(self, number: int) -> None:
-        """Note that no tensor of this rank shows a bucket any more: no rank waits for this one to free it then."""
+        """Record that this rank has no more tensors of a bucket, so that no rank waits for it to free them."""
         if os.getpid() == self._pid:  # not a forked process, which has the tensor, too
             self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
             self._ended[number] = True
 
     def release_pages(self, number: int, start: int, nbytes: int) -> None:
-        """Give the whole pages among those bytes of a bucket back to the system, unless a peer may be reading them."""
+        """Return complete pages in a byte range of a bucket to the system, unless a peer may be reading them."""
         first, last = round_up(start, mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and self.is_unread(number) and os.getpid() == self._pid:
             self.shared.madvise(mmap.MADV_REMOVE, first, last - first)
@@ -139,9 +140,10 @@ class SharedBuckets:
 class MappedBuffer(FullBuffer):
     """An unsharded bucket in memory that all ranks map.
 
-    `full` is a private mapping of it: a page that this rank writes becomes a copy. Freeing throws the copies away, so
-    that in-place changes to unsharded parameters stay this rank's own, as in any other memory. Freeing unmaps the other
-    pages too: they exist once for all ranks, but the kernel counts mapped pages as resident, on each rank.
+    `full` is a private mapping of it, in which a page becomes a copy when this rank writes to it. Freeing discards
+    these copies, so in-place changes to unsharded parameters stay local to this rank, as with any other memory. Freeing
+    also unmaps the other pages. They exist only once for all ranks, but the kernel counts mapped pages as resident on
+    each rank.
     """
 
     is_persistent = True
@@ -166,7 +168,7 @@ class MappedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Return 0 while it is freed: the memory then belongs to all ranks' main weights, or to their copies."""
+        """Return 0 while the bucket is freed, because the memory then counts as main weights or their copies."""
         return self.full.nbytes if self._is_gathered else 0
 
     @property
@@ -174,7 +176,7 @@ class MappedBuffer(FullBuffer):
         return self._offers > int(self._buffers.freed[self._buffers.peers.rank, self._number])
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Offer this rank's interval, which others see as it was put there until it is put there again."""
+        """Offer this rank's interval, which the other ranks read until the next gather replaces it."""
         torch_private.count_for_debugging("c10d._allgather_base_")
         is_there = self.main is not None or (is_unchanged and self._offers > 0)
         self._offers += 1
@@ -184,18 +186,21 @@ class MappedBuffer(FullBuffer):
         return WorkOf(partial(self.wait, self._offers))
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Drop this rank's view of the pages, and tell the others that it has finished reading."""
+        """Unmap this rank's pages, and tell the other ranks that it has finished reading."""
         if self._is_gathered:
             self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
             self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers
 
     def wait_for_readers(self) -> None:
-        """See `FullBuffer`. Copies of main weights are not written before the next gather, which waits."""
+        """Wait until the peers have read the main weights; see `FullBuffer`.
+
+        If the buffer holds a copy of the main weights, there is nothing to wait for until the next gather.
+        """
         if self.main is not None:
             self._buffers.peers.wait_until(lambda: self._buffers.is_unread(self._number))
 
     def offer(self, main: torch.Tensor | None, number: int) -> bool:
-        """Offer this rank's interval, a copy of `main` if given, unless a peer may read what would be overwritten."""
+        """Offer this rank's interval, filled from `main` if given; return False if peers may still read it."""
         if main is not None:
             if not (self._buffers.freed[:, self._number] >= number - 1).all():
                 return False
@@ -205,7 +210,7 @@ class MappedBuffer(FullBuffer):
         return True
 
     def wait(self, number: int) -> torch.Tensor:
-        """Wait until all ranks have offered their intervals for the gather of that number."""
+        """Wait until all ranks have offered their intervals for gather `number`, and return the full tensor."""
         offered, pending = self._buffers.offered[:, self._number], self._buffers.pending
 
         def is_whole() -> bool:

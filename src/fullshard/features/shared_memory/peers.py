@@ -1,10 +1,10 @@
-"""Memory between the ranks of a host: a file without a name per rank, which its neighbours on the host open too.
+"""Memory shared by the ranks of a host: one unnamed file per rank, which the other ranks open, too.
 
-The kernel frees a file when the last process that has it open ends, however it ends, so nothing can be left behind. A
-file is much longer than its written part; untouched pages take no memory.
+The kernel frees a file when the last process that has it open ends in any way, so nothing can be left behind. A file is
+much longer than the part that is written; untouched pages take no memory.
 
-Ranks announce what they have written by counters, each written by one rank only. That relies on stores
-becoming visible in order, which x86-64 promises.
+Ranks announce what they have written with counters, each written by one rank only. This requires that stores become
+visible in order, which x86-64 guarantees.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SECONDS_BETWEEN_CHECKS = 0.5
 
 
 class Peers:
-    """The ranks of a group, all on one host, that opened one another's files; `files` has the descriptors."""
+    """The ranks of a group on one host, with their files opened by each other; `files` holds the descriptors."""
 
     def __init__(self, offers: Sequence[_Offer], files: Sequence[int], group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -49,16 +49,16 @@ class Peers:
         self._timeout_seconds = torch_private.timeout_of(group, torch.device("cpu")).total_seconds()
 
     def map(self, owner: int, start: int, nbytes: int, *, private: bool = False) -> mmap.mmap:
-        """Map `nbytes` bytes from `start`, a whole page, of the file of rank `owner`.
+        """Map `nbytes` bytes of the file of rank `owner`; `start` must be a multiple of the page size.
 
-        In a `private` map only this rank sees what it writes; a page that it has not written shows what others write.
-        `OSError`: this process's addresses have no room for them.
+        In a `private` map only this rank sees its writes. A page that it has not written to shows the writes of others.
+        Raise `OSError` if the address space of this process has no room for the map.
         """
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
         return mmap.mmap(self.files[owner], nbytes, flags=flags, offset=start)
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Poll, and let other processes run meanwhile."""
+        """Poll until `is_done` returns true, and let other processes run in between."""
         start = next_check = time.monotonic()
         looks = 0
         while not is_done():
@@ -80,9 +80,9 @@ class Peers:
 
 
 def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> Made | str:
-    """Return the object that `make` makes of a group's ranks, or the reason why they share no memory. A collective.
+    """Return the object that `make` creates from a group's ranks, or the reason why they cannot share memory.
 
-    `make` maps the memory that it needs, and raises `OSError` if it cannot.
+    `make` maps the memory that it needs, and raises `OSError` if it cannot. A collective.
     """
     mine = _offer()
     offers = _told_by_all(mine, group)
@@ -114,7 +114,7 @@ def _told_by_all(mine: Made, group: dist.ProcessGroup) -> list[Made]:
 
 
 def _check(offers: Sequence[_Offer]) -> None:
-    """Raise `OSError` if some rank offers no file, or is on another host."""
+    """Raise `OSError` if a rank offers no file or is on another host."""
     if problem := next((offer.problem for offer in offers if offer.problem), ""):
         raise OSError(problem)
     if any(offer.descriptor is None for offer in offers):
@@ -125,12 +125,12 @@ def _check(offers: Sequence[_Offer]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A rank's offer to its peers: where they find its file.
+    """The information that a rank's peers need to open its file.
 
     Attributes:
-        namespace: of process numbers; equal if and only if the ranks see one another's processes.
-        pid, descriptor: the rank's process, and its descriptor of the file; None if it has no file to offer.
-        problem: the reason why it has none, if it should have one.
+        namespace: PID namespace; it is equal if and only if the ranks see each other's processes.
+        pid, descriptor: the rank's process and its file descriptor, or None if it has no file to offer.
+        problem: the reason why a file that should exist is missing.
     """
 
     namespace: str
@@ -161,7 +161,7 @@ def _close(files: set[int]) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process does not exist, or has ended and its parent has not noticed yet."""
+    """Return whether a process does not exist, or has ended and has not been reaped by its parent."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,6 +1,6 @@
-"""Gradients between the ranks of a host: a rank says in its send queue where its own are, and all read them there.
+"""Gradients between the ranks of a host: each rank posts their location, and all ranks read them there.
 
-All other exchanges go the same way; there the entry leads to a list of where each rank's part begins.
+All other exchanges work in the same way, but their entries point to a list of the parts for each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fullshard.features.shared_memory.peers import HOST_NBYTES, Peers
 
 
 class BufferPool:
-    """Allocates tensors in a memory from byte `start` on. A place is used again once nothing refers to its tensor."""
+    """Allocates tensors in shared memory from byte `start`. Memory is reused when its tensor is released."""
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._memory = memory
@@ -46,7 +46,7 @@ class BufferPool:
         return torch.frombuffer(piece, dtype=torch.uint8).view(dtype)
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Return the offset in the memory at which a tensor's data begin; None if the data are elsewhere."""
+        """Return the offset of a tensor's data in the memory, or None if the data are elsewhere."""
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._top else None
 
@@ -70,7 +70,7 @@ class BufferPool:
         return start
 
     def _collect_returned(self) -> None:
-        """Put returned places together with free ones beside them."""
+        """Merge released blocks with adjacent free ones."""
         while self._returned:
             start, nbytes = self._returned.popleft()
             before = next((first for first, size in self._free.items() if first + size == start), start)
@@ -88,10 +88,10 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 class SendQueues:
-    """Gradients on their way between the ranks.
+    """Queues that show the ranks where each other's gradients are.
 
-    A rank's file begins with its queue: a line that counts the entries it has posted, a line for each rank that counts
-    those which that rank has read, and the entries: (tag, where in the file, dtype).
+    A rank's file begins with its queue: a line with the number of entries it has posted, a line per rank with the
+    number of entries which that rank has read, and the entries: (tag, offset in the file, dtype).
 
     Attributes:
         pool: memory that peers can read.
@@ -111,11 +111,11 @@ class SendQueues:
         self._under_way: deque[tuple[int, int, object, Callable[[], torch.Tensor], list[torch.Tensor]]] = deque()
 
     def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
-        """Let the peers read `full`, or a copy of it if they cannot reach it.
+        """Let the peers read `full`, or a copy of it if it is not in shared memory.
 
         Returns:
-            The tensor that they read, which must not change until they have, and the number of the entry, the same on
-            every rank.
+            The tensor that they read, which must not change until they have finished, and the number of the entry,
+            which is the same on every rank.
         """
         full, offset = self._within_reach(full)
         posted, read = self._posted[self._peers.rank], self._read[self._peers.rank]
@@ -126,12 +126,12 @@ class SendQueues:
         return full, number
 
     def _entry(self, source: int, number: int) -> tuple[int, int, torch.dtype]:
-        """Return (tag, offset, dtype) of the entry of that number of a rank."""
+        """Return the tag, offset and dtype of a rank's entry with this number."""
         tag, offset, dtype = self._entries[source][number % _QUEUE_DEPTH].tolist()
         return tag, offset, _DTYPES[dtype]
 
     def _within_reach(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return `tensor`, or a copy of it where peers can read, and its offset in that memory."""
+        """Return `tensor`, or a copy of it that peers can read, and its offset in their memory."""
         offset = self.pool.offset(tensor)
         if offset is None:
             tensor = self.pool.empty(tensor.numel(), tensor.dtype).copy_(tensor)
@@ -139,7 +139,7 @@ class SendQueues:
         return tensor, offset
 
     def wait_for(self, number: int, tag: int) -> None:
-        """Wait until all ranks have posted the entry of that number."""
+        """Wait until all ranks have posted entry `number`."""
         self._peers.wait_until(lambda: all(int(posted[0]) > number for posted in self._posted))
         for source in range(self._peers.size):
             other, _, _ = self._entry(source, number)
@@ -147,9 +147,9 @@ class SendQueues:
                 raise RuntimeError(f"rank {source} of the group is in collective {other}, this rank in {tag}")
 
     def _average_interval(self, number: int, full: torch.Tensor, how: Reduction) -> torch.Tensor:
-        """Return the average over the ranks, which have posted the entry of that number, of this rank's interval.
+        """Return the average over the ranks of this rank's interval of entry `number`, which all have posted.
 
-        A long one may take the place of this rank's own term, and keep `full` alive.
+        A long interval may overwrite this rank's own term and keep `full` alive.
         """
         rank = self._peers.rank
         own = own_interval(full, rank, self._peers.size)
@@ -169,7 +169,7 @@ class SendQueues:
         return average(terms, into, how.divisor, how.watch)
 
     def mark_read(self, number: int) -> None:
-        """Say that this rank has read the entry of that number, and wait until the others have."""
+        """Record that this rank has read entry `number`, and wait until the other ranks have."""
         for read in self._read:
             read[self._peers.rank] = number + 1
         # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
@@ -177,12 +177,12 @@ class SendQueues:
         self._peers.wait_until(lambda: int(own.min()) > number)
 
     def reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Begin to average `full` over the ranks."""
+        """Start to average `full` over the ranks."""
         full, number = self.post(full, how.tag)
         return self._begin(number, how.tag, full, partial(self._average_interval, number, full, how))
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> Work:
-        """Begin to give every rank its part of `leaving`, and to copy their parts for this one."""
+        """Start to give every rank its part of `leaving`, and to copy this rank's parts to `arriving`."""
         leaving, offset = self._within_reach(leaving)
         starts = np.cumsum([0, *parts.leaving[:-1]]) * leaving.itemsize + offset
         places = self.pool.empty(2 * len(starts), torch.int64)
@@ -191,7 +191,7 @@ class SendQueues:
         return self._begin(number, tag, (leaving, places), partial(self._read_parts, number, arriving, parts))
 
     def _read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """Copy the parts that all ranks have for this one. They have posted the entry of that number."""
+        """Copy this rank's parts from all ranks, which have posted entry `number`."""
         pieces = cut(arriving, parts.arriving)
         for source, (memory, piece) in enumerate(zip(self._memories, pieces, strict=True)):
             _, places, _ = self._entry(source, number)
@@ -203,13 +203,13 @@ class SendQueues:
         return arriving
 
     def _begin(self, number: int, tag: int, held: object, read: Callable[[], torch.Tensor]) -> Work:
-        """Begin a transfer of tensors that are `held` for it; `read` gives the result, once all ranks have posted."""
+        """Start a transfer that keeps `held` alive; `read` returns the result once all ranks have posted."""
         result: list[torch.Tensor] = []
         self._under_way.append((number, tag, held, read, result))
         return WorkOf(partial(self._finish, result))
 
     def _finish(self, result: list[torch.Tensor]) -> torch.Tensor:
-        """Complete all transfers up to that of `result`, in the order in which all ranks sent."""
+        """Complete all transfers up to that of `result`, in the order in which all ranks posted them."""
         while not result:
             number, tag, _, read, of_first = self._under_way[0]
             self.wait_for(number, tag)

@@ -1,1 +1,1 @@
-"""Optimizers that step within backward, a bucket at a time, so that the gradients of all never exist at once."""
+"""Optimizers that step within backward, one bucket at a time, so that all gradients never exist together."""

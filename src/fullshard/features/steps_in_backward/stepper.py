@@ -1,16 +1,17 @@
-"""The optimizer's step within backward: a bucket is updated as soon as its gradient is final, and the gradient freed.
+"""Step the optimizer within backward: update a bucket once its gradient is final, and free the gradient.
 
-So the gradients of the whole model never exist at once. `step_in_backward` requests it for an optimizer:
+The gradients of the complete model therefore never exist at the same time. `step_in_backward` enables this for an
+optimizer:
 
-    backward              the engine finishes one bucket's reduction after the other; `Stepper.step` updates those
-                          parameters of it that the optimizer holds, and frees their gradients
-    optimizer.step()      counts the step, and updates what is left (parameters that no unit owns)
+    backward              the engine finishes the reductions one bucket at a time. `Stepper.step` updates the
+                          optimizer's parameters in the bucket and frees their gradients
+    optimizer.step()      counts the step and updates the remaining parameters, which no unit owns
 
-The optimizer's own code does the update: that of a *part*, an optimizer of the same class with the same state and
-hyper-parameters that holds the parameters of one bucket.
+The optimizer's own code computes the update. It runs in a *part*: an optimizer of the same class, with the same state
+and hyperparameters, that holds the parameters of one bucket.
 
-It excludes code that needs all gradients at once. Clipping and loss scaling read `.grad`, which is an error until
-`optimizer.step()`; a second backward before it is one, too.
+Code that needs all gradients together does not work. Clipping and loss scaling read `.grad`, which raises an error
+until `optimizer.step()`. A second backward before `optimizer.step()` raises an error, too.
 """
 
 from __future__ import annotations
@@ -54,17 +55,18 @@ _HALF_DONE = (
 def step_in_backward(optimizer: optim.Optimizer) -> None:
     """Update every bucket within backward from now on, once its gradient is final, and free the gradient.
 
-    The numbers are those of `optimizer.step()`, bit for bit. The loop keeps its lines; `optimizer.step()` ends the step
-    and updates what backward has not. With several micro-batches per step say which backward is the last:
+    The results are bit-identical to those of `optimizer.step()`. The training loop does not change: `optimizer.step()`
+    ends the step and updates the remaining parameters. If a step has several micro-batches, mark the last backward with
     `model.set_is_last_backward(number == last)`. Learning rates are read when backward begins.
 
     Args:
-        optimizer: one of torch's that treat elements alike, made from a model that is sharded. Called again for an
-            optimizer that steps in backward already, it takes in models that have been sharded since.
+        optimizer: a torch optimizer that treats all elements in the same way, created from a sharded model. If the
+            optimizer already steps in backward, the call adds models that were sharded since.
 
     Raises:
-        OptimizerError: the optimizer cannot be stepped in parts, holds nothing sharded, shares a parameter with another
-            that steps in backward, is for fp16, whose gradients must be unscaled first, or its state is offloaded.
+        OptimizerError: The optimizer cannot be stepped in parts, holds no sharded parameter, or shares a parameter with
+            another optimizer that steps in backward; it has float16 parameters with loss-scaled gradients;
+            or its state is offloaded.
     """
     check_optimizer(optimizer)
     name = type(optimizer).__name__
@@ -110,7 +112,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
 
 
 def _first_shared(models: Iterable[StepsInBackward], held: set[int], stepper: Stepper | None) -> str | None:
-    """Return the name of the first of these parameters that another stepper has."""
+    """Return the name of the first of these parameters that another stepper holds, or None."""
     others = [other for model in models for other in model.steppers if other is not stepper]
     return next((name for other in others if (name := other.first_among(held)) is not None), None)
 
@@ -121,16 +123,16 @@ def _stepper_of(optimizer: optim.Optimizer) -> Stepper | None:
 
 
 def anything_steps_in_backward() -> bool:
-    """Return whether any optimizer ever stepped in backward in this process.
+    """Return whether any optimizer has ever stepped in backward in this process.
 
-    The launcher warns at the end if that was asked for and none did.
+    The launcher warns at the end if this was requested but did not happen.
     """
     return _was_asked_for[0]
 
 
 @dataclass(slots=True)
 class _Part:
-    """The optimizer, of the same class and with the same state, of one bucket's parameters."""
+    """An optimizer of the same class and with the same state for the parameters of one bucket."""
 
     optimizer: optim.Optimizer
     numbers: list[int] = field(default_factory=list)  # the group of the whole optimizer that each of its groups is of
@@ -138,7 +140,7 @@ class _Part:
 
 
 class Stepper:
-    """Steps one optimizer bucket by bucket. It is a hook of the optimizer's, which owns it, and ends with it."""
+    """Step one optimizer bucket by bucket. The stepper is a hook of the optimizer, which keeps it alive."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -152,7 +154,7 @@ class Stepper:
         _was_asked_for[0] = True
 
     def first_among(self, parameters: set[int]) -> str | None:
-        """Return the name of the first sharded parameter it holds that is among those with these ids."""
+        """Return the name of the first sharded parameter of this stepper with one of these ids, or None."""
         optimizer = self._optimizer()
         held = [] if optimizer is None else sharded_parameters(optimizer)
         return next((p.name for p in held if id(p) in parameters), None)
@@ -160,7 +162,7 @@ class Stepper:
     # -- in backward --------------------------------------------------------------------------------------------
 
     def begin(self, model: Schedule) -> bool:
-        """Begin a backward; return whether to step in it."""
+        """Prepare for a backward, and return whether to step in it."""
         optimizer = self._optimizer()
         if optimizer is None:
             return False
@@ -183,7 +185,7 @@ class Stepper:
         return True
 
     def _prepare(self, optimizer: optim.Optimizer) -> None:
-        """Note hyper-parameters, and make the parts again if the optimizer holds other parameters now."""
+        """Read the hyperparameters, and rebuild the parts if the optimizer's parameters have changed."""
         if not self._stepped:
             self._options = [_options(group) for group in optimizer.param_groups]
             self._versions = [_versions(options) for options in self._options]
@@ -209,9 +211,9 @@ class Stepper:
         part.parameters.append(parameter)
 
     def step(self, bucket: Bucket) -> bool:
-        """Update the optimizer's parameters in a bucket with published gradients, and free these; False if none.
+        """Update and free the published gradients of the optimizer's parameters in a bucket; False if it has none.
 
-        No rank may be reading the main weights any more.
+        The caller must ensure that no rank is still reading the main weights.
         """
         part, optimizer = self._parts.get(bucket), self._optimizer()
         if part is None or optimizer is None:
@@ -235,7 +237,7 @@ class Stepper:
     # -- after it -----------------------------------------------------------------------------------------------
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Allow gradients to be read again, as the script has reached `optimizer.step()`."""
+        """Allow gradients to be read again, because the script has reached `optimizer.step()`."""
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise LifecycleError(
                 f"{type(optimizer).__name__}.step(closure) would come to a backward that steps, within the step",
@@ -266,23 +268,23 @@ class Stepper:
 
 
 class StepsInBackward(Extension):
-    """Step the optimizers of one model that step in backward; they own their `steppers`."""
+    """Run the `steppers` of one model. Each stepper is kept alive by its optimizer."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
 
     def absorbed(self, earlier: Extension) -> None:
-        """Go on with the optimizers of a part."""
+        """Take over the steppers of a model that became part of this one."""
         self.steppers |= cast("StepsInBackward", earlier).steppers
 
     def backward_begins(self) -> None:
-        """Want gradients as soon as they are final, if an optimizer is to step with them."""
+        """Request gradients as soon as they are final if an optimizer will step with them."""
         begun = [stepper.begin(self.model) for stepper in self.steppers]
         self.model.backward.reducer.publishes_early = any(begun)
 
     def bucket_is_final(self, bucket: Bucket) -> None:
-        """Step the bucket, and free its gradients."""
+        """Step the parameters of the bucket, and free their gradients."""
         with bucket.owner.waiting("step in backward"):
             bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
         nbytes = bucket.gradient.main.nbytes  # read before the step frees it
@@ -292,7 +294,7 @@ class StepsInBackward(Extension):
 
 
 def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Return an optimizer like this one that holds nothing."""
+    """Return an optimizer of the same class and with the same options but without parameters."""
     part = object.__new__(type(optimizer))
     own = (torch_private.INIT_GROUP, "step")
     part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
@@ -306,5 +308,5 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(options: dict[str, Any]) -> dict[str, int]:
-    """Return how often each option that is a tensor has been changed in place."""
+    """Return the version counter of each option that is a tensor."""
     return {key: value._version for key, value in options.items() if isinstance(value, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 

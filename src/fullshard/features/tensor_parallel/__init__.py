@@ -1,4 +1,4 @@
-"""Tensor parallelism beneath: parameters that another axis of the mesh has split are sharded over the rest."""
+"""Sharding on top of tensor parallelism: parameters split along one mesh axis are sharded over the others."""
 
 from fullshard.features.tensor_parallel.kind import TensorParallel
 from fullshard.features.tensor_parallel.local_shard import LocalShard, local_shard_of

@@ -1,4 +1,4 @@
-"""DTensor parameters, which tensor parallelism makes: each rank shards its local part."""
+"""DTensor parameters created by tensor parallelism, of which each rank shards its local part."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fullshard.wrap.partition import Slot, names_in
 
 
 class TensorParallel(ParameterKind):
-    """See the module. They share buckets with plain parameters."""
+    """The kind of DTensor parameters. They share buckets with plain parameters."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether it is a DTensor."""
+        """Return whether the tensor is a DTensor."""
         return isinstance(tensor, DTensor)
 
     def why_not(self, parameter: Any) -> str:
-        """Return why the local part, which a bucket replaces, cannot be sharded; empty if it can."""
+        """Return why the local part of a parameter cannot be sharded, or an empty string if it can."""
         return super().why_not(torch_private.local_of(parameter))
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Check that each DTensor is over another axis of the mesh than parameters are sharded over.
+        """Check that each DTensor uses another axis of the mesh than sharding does.
 
-        Over all axes of `data`, it is replicated along those for data, whichever of them it is sharded along.
+        A DTensor over all axes of `data` must be replicated along the data axes, even those it is not sharded along.
         """
         wrong: dict[int, str] = {}
         for slot in slots:
@@ -56,7 +56,7 @@ class TensorParallel(ParameterKind):
             )
 
     def why_no_rows(self, slot: Slot) -> str:
-        """Return why a parameter cannot be cut between rows; empty if it can."""
+        """Return the reason why a parameter cannot be split between rows, or an empty string if it can."""
         shard = LocalShard.of(slot)
         if not shard.is_beneath or torch_private.groups_of(shard.placement) is None:
             return ""
@@ -70,7 +70,7 @@ class TensorParallel(ParameterKind):
         return torch_private.local_of(parameter)
 
     def set_plain(self, parameter: Any, plain: torch.Tensor) -> None:
-        """Have a DTensor compute with another local part."""
+        """Make a DTensor use another local part."""
         # `.data` counts changes by itself. A view would count each gather, and backward refuse what it has saved.
         torch_private.set_local(parameter, self.like(parameter, plain.data))
 
@@ -81,7 +81,7 @@ class TensorParallel(ParameterKind):
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec over one more axis; of a DTensor over axes for data alone, that of a plain parameter."""
+        """Return the spec with one more axis, or the spec of a plain parameter if all axes are data axes."""
         shard = LocalShard.of(slot)
         if not shard.is_beneath:
             return super().spec(slot, mesh, shape, placement, reduction)
@@ -89,7 +89,7 @@ class TensorParallel(ParameterKind):
         return spec_type(mesh, shard.whole_shape, placement, Name(), local_shard=shard, reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that brings a gradient to the parameter's placement, and takes its local part."""
+        """Return a function that converts a gradient to the parameter's placement and returns its local part."""
         return LocalShard.of(slot).of_gradient
 
 

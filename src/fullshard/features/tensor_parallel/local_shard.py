@@ -1,11 +1,11 @@
-"""TP-local shards: the part of a parameter that tensor parallelism leaves on a rank, before that is sharded.
+"""TP-local shards: the part of a parameter that tensor parallelism assigns to a rank, before FSDP shards it.
 
-    whole       shape (rows, columns), a DTensor over an axis of its own of the mesh, `tp` say
-    local shard this rank's part of that; the same along the shard axis, whose ranks hold intervals of it
+    whole       shape (rows, columns), a DTensor over a separate axis of the mesh, for example `tp`
+    local shard this rank's part of the whole, equal along the shard axis
     interval    this rank's part of its local shard
 
-A bucket holds local shards as it holds any tensor: forward computes with the same DTensors as before, whose local part
-is memory of the bucket while they are unsharded.
+A bucket holds local shards like other tensors. Forward uses the same DTensors as before; while they are unsharded,
+their local parts are memory of the bucket.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fullshard.wrap.partition import Slot
 
 
 class LocalShard:
-    """A rank's part of a tensor along another axis of the mesh than those it is sharded and replicated along.
+    """A rank's part of a tensor along a mesh axis that is neither the shard nor the replicate axis.
 
-    It is placed as `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or, for several matrices that are packed
-    into one, each of which is cut, `_StridedShard`. `data_axes` are the axes for data of the mesh that forward computes
-    over. If there is no axis beside them (`is_beneath`), the whole is to be sharded.
+    The placement is `Shard(dim)`, split like `torch.chunk`, `Replicate()`, or `_StridedShard` if several matrices are
+    packed into one and each of them is split. `data_axes` are the data axes of the mesh that forward uses. If there is
+    no other axis (`is_beneath`), the complete tensor is sharded.
     """
 
     __slots__ = ("_data_axes", "chunking", "is_beneath", "mesh", "placement", "rank", "shape", "whole_shape")
@@ -53,7 +53,7 @@ class LocalShard:
 
     @classmethod
     def of(cls, slot: Slot) -> LocalShard:
-        """Return the local shard of a DTensor over one axis beside those for data."""
+        """Return the local shard of a DTensor over one axis in addition to the data axes."""
         parameter: Any = slot.parameter
         mesh, shape, data_axes = parameter.device_mesh, parameter.shape, slot.data_axes
         for axis, placement in enumerate(parameter.placements):
@@ -64,16 +64,16 @@ class LocalShard:
 
     @property
     def is_chunked(self) -> bool:
-        """Return whether the ranks of the axis have different elements."""
+        """Return whether the ranks of the axis hold different elements."""
         return self.chunking is not UNCUT
 
     @property
     def start(self) -> int:
-        """Return where this rank's part begins in the whole, flattened as `chunking` says."""
+        """Return the offset of this rank's part in the whole tensor, flattened as `chunking` describes."""
         return self.chunking.start(tuple(self.whole_shape), self.rank) if self.is_chunked else 0
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, a view of `whole` if it is in one piece."""
+        """Return this rank's part, as a view of `whole` if the part is contiguous."""
         if not self.is_chunked:
             return whole
         dim, pieces = self.chunking.dim, self.chunking.pieces(tuple(self.whole_shape), self.rank)
@@ -81,16 +81,16 @@ class LocalShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of which each rank of the axis gives its part. A collective over it."""
+        """Return the whole tensor from the parts of the ranks along the axis. A collective along the axis."""
         if not self.is_chunked:
             return part
         return wrapped(part, self.mesh, [self.placement], self.whole_shape).full_tensor()
 
     def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient that autograd has made.
+        """Return this rank's part of a gradient from autograd.
 
-        The gradient of a replicated parameter may be a sum still to be made. Along axes for data, such a sum is left to
-        the reduction.
+        The gradient of a replicated parameter can be partial. It is reduced here, except along data axes, where the
+        engine's reduction sums it.
         """
         if not isinstance(gradient, DTensor):
             return gradient
@@ -109,18 +109,21 @@ def _chunking(placement: Placement, parts: int) -> Chunking:
 
 
 def local_shard_of(slot: Slot) -> LocalShard | None:
-    """Return the part that this rank has; None if no tensor parallelism has split the parameter."""
+    """Return this rank's local shard, or None if tensor parallelism does not split the parameter."""
     return LocalShard.of(slot) if isinstance(slot.parameter, DTensor) else None
 
 
 def wrapped(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """Return torch's DTensor of this shape around this rank's part."""
+    """Return a DTensor of this shape around this rank's part."""
     dtensor: DTensor = torch_private.wrap(DTensor, part, torch_private.layout_of(mesh, placements, shape, part.dtype))
     return dtensor
 
 
 class TensorParallelSpec(ShardSpec):
-    """The spec of a tensor of which this rank shards its local shard; other arguments are those of `ShardSpec`."""
+    """The spec of a tensor with a TP-local shard that this rank's peers shard further.
+
+    The other arguments are those of `ShardSpec`.
+    """
 
     def __init__(self, mesh: Mesh, shape: Sequence[int], *args: Any, local_shard: LocalShard, **options: Any) -> None:
         self._local_shard = shard = local_shard
@@ -136,13 +139,13 @@ class TensorParallelSpec(ShardSpec):
         return self._local_shard.shape
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
-        """Return the spec of a tensor of another shape on the same ranks, flat."""
+        """Return the flat spec of a tensor with another shape on the same ranks."""
         shard = LocalShard(self._local_shard.mesh, self._local_shard.placement, shape)
         options: dict[str, Any] = {"reduction": self.reduction, "local_shard": shard}
         return TensorParallelSpec(self.mesh, shape, placement, self.name, **options)
 
     def boxes(self) -> Iterator[IntervalBox]:
-        """Yield this rank's elements as boxes of the whole."""
+        """Yield boxes that cover this rank's elements in the whole tensor."""
         for box in boxes(tuple(self.sharded_shape), self.interval):
             if self.is_chunked:
                 yield from in_whole(box, self.chunking, tuple(self.shape), self._local_shard.rank)
@@ -150,16 +153,16 @@ class TensorParallelSpec(ShardSpec):
                 yield box
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the local shard, a view of `whole` if it is in one piece."""
+        """Return the local shard, as a view of `whole` if it is contiguous."""
         return self._local_shard.cut(whole)
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of which each rank of the axis gives its local shard. A collective over it."""
+        """Return the whole tensor from the local shards of the ranks along the axis. A collective along the axis."""
         return self._local_shard.gather(sharded)
 
 
 class TensorParallelRowSpec(TensorParallelSpec, RowSpec):
-    """The same for a tensor whose intervals are whole rows of the local shard."""
+    """A `TensorParallelSpec` with intervals that are complete rows of the local shard."""
 
     def __init__(self, *args: Any, local_shard: LocalShard, **options: Any) -> None:
         super().__init__(*args, local_shard=local_shard, **options)

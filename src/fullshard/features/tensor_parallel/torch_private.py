@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this fil
 
 
 def groups_of(placement: Placement) -> tuple[int, int] | None:
-    """Return dim and number of groups if a placement cuts each of several groups along a dim; else None. Since 2.6."""
+    """Return the dim and number of groups if a placement splits several groups along a dim, or None.
+
+    Available since torch 2.6.
+    """
     return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
 
 
 def rows_of_chunks(chunks: int) -> Placement:
-    """Return the placement of rows that `Shard(0)` over another axis, of `chunks` ranks, has left here. Since 2.6."""
+    """Return the placement of the rows left here by `Shard(0)` over another axis of `chunks` ranks. Since torch 2.6."""
     return _StridedShard(0, split_factor=chunks)
 
 
 def set_local(dtensor: DTensor, other: DTensor) -> None:
-    """Make a DTensor what another is, in place: torch's `.data` leaves behind the part that is in Python. Since 2.0."""
+    """Replace the contents of a DTensor with those of another, in place. Since torch 2.0.
+
+    torch's `.data` does not change the part that is stored in Python.
+    """
     dtensor.data = other
     dtensor._local_tensor, dtensor._spec = other._local_tensor, other._spec
