@@ -1,4 +1,7 @@
-"""Which weights of a model are quantised, and which are not: those that bitsandbytes leaves are so at rest."""
+"""Decide which weights of a model are quantised.
+
+The weights that bitsandbytes cannot quantise are quantised at rest.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from fullshard.plan.quantized import Conversion, is_stacked
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """Count the parameters of a model that is not sharded yet, on any device; adapters are left out."""
+    """Count the quantised and unquantised parameters of a model that is not sharded yet, on any device.
+
+    Adapters are not counted.
+    """
     config, seen, adapters = _quantization_config(model), set[int](), adapter_modules(model)
     found = Conversion(is_asked_for=config is not None)
     adapted = {id(module.get_base_layer()) for module in _adapted(model) if hasattr(module, "base_layer")}
@@ -44,9 +50,10 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
-    """Have large weights that bitsandbytes' settings of the model ask for, but that it has no layers for, so at rest.
+    """Quantise at rest the large weights that the bitsandbytes settings include but that have no bitsandbytes layer.
 
-    `freezes`: freeze them, as its layers are; else those that are trained are left.
+    If `freezes`, these weights are frozen like those in bitsandbytes layers. Otherwise weights that are trained are
+    left unquantised.
     """
     config = _quantization_config(model)
     if config is None:
@@ -58,7 +65,10 @@ def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
-    """Return the ids of modules of adapters of any kind: no file of the base model holds their parameters."""
+    """Return the ids of the modules of adapters of any kind.
+
+    No file of the base model holds their parameters.
+    """
     found: set[int] = set()
     for module in _adapted(model):
         for kind in module.adapter_layer_names:
@@ -73,13 +83,16 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 
 def _quantization_config(model: nn.Module) -> Any:
-    """Return the model's bitsandbytes settings; None where layers were converted one by one."""
+    """Return the model's bitsandbytes settings, or None if it has none because its layers were converted one by one."""
     quantizers = (module.__dict__.get("hf_quantizer") for module in model.modules())
     return next((q.quantization_config for q in quantizers if q is not None and "bnb" in type(q).__module__), None)
 
 
 def _shape(module: nn.Module, parameter: Any) -> tuple[int, ...] | None:
-    """Return the unquantised shape of a weight that is quantised, or will be when it is moved; None: any other."""
+    """Return the unquantised shape of a weight that is quantised, or will be when it is moved.
+
+    Return None for any other weight.
+    """
     holder = module[0] if isinstance(module, ParametrizationList) else parameter
     state = getattr(holder, "quant_state", None)
     if state is not None:

@@ -1,7 +1,7 @@
-"""The messages between the ranks of a save or a load: small ones, above all whether any rank failed.
+"""Exchange small messages between the ranks of a save or a load, mainly whether any rank failed.
 
-Messages are JSON, not pickled objects. An error on one rank becomes the same error on all of them, so that none goes
-on alone and hangs.
+Messages are JSON, not pickled objects. An error on one rank is raised on all ranks, so that no rank continues alone and
+hangs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ _MESSAGE_NBYTES = 256 * 2**20
 
 
 def _spread(parameter: ShardedParameter) -> int:
-    """Return the number of ranks that share or copy it, tensor parallelism included."""
+    """Return the number of ranks that shard or replicate a parameter, including tensor parallelism."""
     outer = parameter.spec.outer_group
     return parameter.mesh.world_size * (1 if outer is None else outer.size())
 
 
 class Ranks:
-    """All ranks of the job, seen from this one, and the device to send from. Every method is a collective."""
+    """All ranks of the job as seen from this one, and the device to send from.
+
+    Every method is a collective.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -71,7 +74,7 @@ class Ranks:
         return ranks
 
     def apart(self) -> Ranks:
-        """Return the same ranks over a process group of their own, which another thread may use. A collective."""
+        """Return the same ranks with a separate process group, which another thread may use. A collective."""
         if self.world_size == 1:
             return Ranks()
         group = self._group or dist.group.WORLD
@@ -87,7 +90,7 @@ class Ranks:
             return all(self._numbers(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks, on rank 0; an empty list elsewhere."""
+        """Return the JSON values of all ranks on rank 0, and an empty list on the other ranks."""
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
@@ -102,14 +105,15 @@ class Ranks:
         return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def everywhere(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks, on all of them."""
+        """Return the JSON values of all ranks on every rank."""
         found: list[Any] = self.broadcast(self.gather(value))
         return found
 
     def exchange(self, sent: Sequence[tuple[int, Bytes]], received: Sequence[tuple[int, Bytes]]) -> None:
-        """Fill bytes with what other ranks send, each with its rank; between two ranks in the same order on both.
+        """Send bytes to other ranks and receive bytes from them. Each buffer is paired with the other rank.
 
-        Messages must lie in host memory: for the ranks that `apart` gives.
+        Two ranks must list the messages between them in the same order. The buffers must be in host memory, so the
+        ranks must come from `apart`.
         """
         with self._peers("exchanging what they hold"):
             tensors, works = [], []
@@ -123,11 +127,11 @@ class Ranks:
                     work.wait()
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value."""
+        """Return the JSON value of rank 0 on every rank."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.rank == 0 else b""))
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Return rank 0's bytes."""
+        """Return the bytes of rank 0 on every rank."""
         if self.world_size == 1:
             return data
         with self._peers("waiting for rank 0"):
@@ -140,13 +144,16 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, which lies on `device` and is contiguous, with rank 0's."""
+        """Overwrite `tensor` with that of rank 0. It must be contiguous and on `device`."""
         if self.world_size > 1 and tensor.numel():
             with self._peers("receiving tensors"):
                 dist.broadcast(as_sent(tensor.view(-1)), src=0, group=self._group)
 
     def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
-        """Run `function`, which must not communicate, on every rank; if it fails on any, raise `kind` on all."""
+        """Run `function` on every rank and return its result. If it fails on any rank, raise `kind` on all of them.
+
+        `function` must not communicate.
+        """
         result: list[T] = []
         error: Exception | None = None
         try:
@@ -159,7 +166,7 @@ class Ranks:
     def fail_together(
         self, doing: str, error: Exception | None, *, kind: type[CheckpointError] = CheckpointError
     ) -> None:
-        """Raise on every rank if any rank passes an error. See `together`."""
+        """Raise an error on every rank if any rank passes one. See `together`."""
         if self.all(error is None):  # one small message is all it takes nearly always
             return
         message = None if error is None else _describe(error)
@@ -176,18 +183,21 @@ class Ranks:
     def on_rank_0(
         self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError
     ) -> T | None:
-        """Run `function` on rank 0 only; if it fails, fail on all. Returns its result there, None elsewhere."""
+        """Run `function` on rank 0 only. If it fails, raise an error on every rank.
+
+        Return its result on rank 0, and None on the other ranks.
+        """
         return self.together(doing, lambda: function() if self.rank == 0 else None, kind=kind)
 
     def _numbers(self, own: int) -> list[int]:
-        """Return a number of each rank, on all of them."""
+        """Return the numbers of all ranks on every rank."""
         numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         all_gather_single(numbers, torch.tensor([own], dtype=torch.int64, device=self.device), group=self._group)
         return [int(number) for number in numbers.tolist()]
 
     @contextmanager
     def _peers(self, doing: str) -> Iterator[None]:
-        """Say what a failed collective means: another rank is gone or stuck."""
+        """Report a failed collective as the loss of the other ranks."""
         group = self._group or dist.group.WORLD
         try:
             with Waiting(f"a checkpoint, {doing}", [group]):
@@ -200,9 +210,9 @@ class Ranks:
 
 
 def all_come(where: str, seconds: float) -> bool:
-    """Return whether all ranks reach a point in time. A rank that is alone there continues, unlike in a collective.
+    """Return whether all ranks call this within `seconds`. Unlike in a collective, a rank that is alone continues.
 
-    Ranks reach it equally often, except those that were alone.
+    All ranks must call it equally often, not counting the calls in which a rank was alone.
     """
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()
@@ -230,7 +240,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _describe(error: Exception) -> str:
-    """Return an error's words, with its kind if it is not one of ours."""
+    """Return the message of an error, preceded by its type unless it is a fullshard error."""
     return str(error) if isinstance(error, FullshardError) else f"{type(error).__name__}: {error}"
 
 

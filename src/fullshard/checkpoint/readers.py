@@ -1,4 +1,4 @@
-"""Elements of tensors out of the files of a checkpoint, wherever their pieces lie."""
+"""Read elements of tensors from the files of a checkpoint, in whichever pieces they are stored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_OPEN_FILES = 16
 
 
 class Readers:
-    """Readers of the data files, a few open at a time."""
+    """Manage readers for the data files, of which only a few are open at a time."""
 
     def __init__(self, directory: Location, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
@@ -81,14 +81,17 @@ class Readers:
         *,
         chunking: Chunking = UNCUT,
     ) -> None:
-        """Fill `out`, in host memory, with elements `interval`, counted as `chunking` says, of a tensor in pieces."""
+        """Fill `out`, in host memory, with elements `interval` of a stored tensor.
+
+        The elements are counted in the order of `chunking`.
+        """
         read = functools.partial(self._read_pieces, kind, name, record)
         if record.form is not None and record.form.is_transposed:
             read = functools.partial(read_transposed, read, record.shape)
         read_across(read, out.view(-1), shape=record.shape, source=record.chunking, target=chunking, wanted=interval)
 
     def _read_pieces(self, kind: str, name: str, record: TensorRecord, interval: Interval, out: torch.Tensor) -> None:
-        """Read elements `interval` of a tensor, counted as it is stored, from files of one kind."""
+        """Read elements `interval` of a tensor, counted in stored order, from files of one kind."""
         data, width = tensor_bytes(out), itemsize(record.dtype)
         for read in plan_reads(pieces_of(record), interval):
             reader, piece = self[self._manifest.file_name(kind, read.piece.rank)], read.piece
@@ -103,7 +106,11 @@ class Readers:
     def fill_coded(
         self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, chunking: Chunking
     ) -> None:
-        """Read optimizer state that is held as codes: as it was saved if it is the same piece, else coded anew."""
+        """Read optimizer state into a coded tensor.
+
+        Codes and scales are copied unchanged if the same piece was saved with the same coding. Otherwise the values are
+        encoded again.
+        """
         pieces = record.pieces if record.chunking == chunking else ()
         same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
         if same and isinstance(same[0], CodedPieceRecord):
@@ -118,7 +125,10 @@ class Readers:
         out.write(values)
 
     def fill_parts(self, out: CodedPart, name: str, record: TensorRecord, interval: Interval) -> None:
-        """Read weights in the form that they are held in: blocks are the same whoever holds them."""
+        """Read weights in the form in which they are held.
+
+        The blocks are the same at every world size.
+        """
         for read in plan_reads(pieces_of(record), interval):
             assert isinstance(read.piece, CodedPieceRecord)  # noqa: S101 -- it has been compared with the model
             parts = self._coded_parts("model", name, record.dtype, read.piece, read.source)
@@ -127,7 +137,7 @@ class Readers:
                 out.parts[part.name][start : start + stored.numel()].copy_(stored)
 
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
-        """Return elements `wanted` of a piece (counted from its start) as values."""
+        """Return elements `wanted` of a piece, counted from its start, as decoded values."""
         coding, block = piece.coding, piece.coding.block
         start = wanted.start // block * block
         whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
@@ -142,7 +152,7 @@ class Readers:
     def _coded_parts(
         self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
     ) -> dict[str, torch.Tensor]:
-        """Return the codes and scales of whole blocks of a piece, and the book."""
+        """Return the codes and scales for complete blocks of a piece, and the full book if there is one."""
         reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
         for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
             ending = part.rpartition(".")[2]
@@ -153,7 +163,10 @@ class Readers:
         return result
 
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that a rank saved for itself, in host memory; none if it saved none."""
+        """Return the tensors that a rank saved for itself, in host memory.
+
+        Return an empty dict if it saved none.
+        """
         name = self._manifest.file_name("state", rank)
         if name not in self._manifest.files:
             return {}
@@ -167,7 +180,10 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One contiguous copy of elements, counted from the start of the piece and from that of what is wanted."""
+    """One contiguous copy of elements.
+
+    `source` counts from the start of the piece, and `target` from the start of the wanted interval.
+    """
 
     piece: PieceRecord
     source: Interval
@@ -175,7 +191,10 @@ class Read:
 
 
 def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tuple[int, int] | None:
-    """Return which items of a part whole blocks are stored as; None: all of them."""
+    """Return the range of items in which a part stores the given blocks.
+
+    Return None if the complete part must be read.
+    """
     if isinstance(coding, FormRecord):
         found = next(one for one in FORMS[coding.form].parts if one.name == part)
         return found.numel(blocks.start), found.numel(blocks.stop)
@@ -187,7 +206,10 @@ def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tupl
 
 
 def plan_reads(pieces: Sequence[PieceRecord], wanted: Interval) -> list[Read]:
-    """Return the reads that fill `wanted`, in order; the pieces are sorted by start and free of `coverage_problems`."""
+    """Return the reads that fill `wanted`, in order.
+
+    The pieces must be sorted by start and have no `coverage_problems`.
+    """
     if wanted.numel == 0:
         return []
     first = max(0, bisect_right(pieces, wanted.start, key=lambda piece: piece.start) - 1)

@@ -1,4 +1,7 @@
-"""State of the random number generators of one rank, as tensors: no pickle, so nothing in it can run."""
+"""Convert the state of one rank's random number generators to tensors and back.
+
+No pickle is used, so nothing in the stored state can be executed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _PYTHON_VERSION = 3
 
 
 def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the state of Python's, NumPy's and torch's generators, the latter on the host and on `device`."""
+    """Return the state of the random number generators of Python, NumPy and torch.
+
+    torch's state is that of the generators on the host and on `device`.
+    """
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
         raise CheckpointError(f"Python's random state has version {version}, expected {_PYTHON_VERSION}")
@@ -39,7 +45,10 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
-    """Set the generators to what `rng_tensors` returned; return the names of those that only one side has."""
+    """Restore the generators from what `rng_tensors` returned.
+
+    Return the names of generators that are only in the stored state or only in this process.
+    """
     setters: dict[str, Callable[[torch.Tensor], Any]] = {
         "python": lambda words: random.setstate(
             (_PYTHON_VERSION, tuple(words.tolist()), next(iter(tensors[RNG_PREFIX + "python_gauss"].tolist()), None))

@@ -1,13 +1,13 @@
-"""Save a checkpoint: every rank writes what it owns, rank 0 makes it count.
+"""Save a checkpoint: every rank writes what it owns, and rank 0 commits the result.
 
-    rank 0        makes `.tmp-NAME-ID`                                    [all learn the id]
+    rank 0        creates `.tmp-NAME-ID`                                  [all learn the id]
     every rank    collects what it will write                             [all can, or all fail]
-    --            from here on it may go on in another thread, see `background`
+    --            the rest can run in another thread, see `background`
     every rank    writes its files there, fsyncs them, reports sizes and checksums      [rank 0 learns all, or all fail]
     rank 0        checks that every element is stored exactly once, writes the manifest, fsyncs, renames to NAME
 
-Until the rename nothing looks like a checkpoint, and nothing old is touched before it. In an object store, which cannot
-rename, it is the manifest that makes it count: see `store`.
+Before the rename nothing looks like a checkpoint and no old checkpoint is changed. An object store cannot rename, so
+there the manifest commits the checkpoint: see `store`.
 """
 
 from __future__ import annotations
@@ -51,31 +51,33 @@ def save_checkpoint(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> Location:
-    """Save a training state that any number of ranks can load. A collective: every rank calls it.
+    """Save a training state that can be loaded at any world size. A collective: every rank calls it.
 
-    Parameters, optimizer state and persistent buffers are stored once, by the ranks that own them; random number
-    generators by every rank; all else as rank 0 has it. The directory must lie where every rank can write to.
+    Parameters, optimizer state and persistent buffers are stored once, by the ranks that own them. Random number
+    generators are stored by every rank, and everything else by rank 0. Every rank must be able to write to the
+    directory.
 
     Args:
         path: directory to create, for example `out/step-1000` or `s3://bucket/run/step-1000`.
         model: sharded or not.
-        optimizer: its state must be one value per element of a parameter, or the same on all ranks (`step`).
+        optimizer: its state must have one value per element of a parameter, or be the same on all ranks (`step`).
         scheduler: an object with `state_dict()` and `load_state_dict()`.
-        scaler: likewise.
-        extra: what `load_checkpoint` is to return: numbers, text, tensors, and lists, tuples, dicts of them.
-        objects: further objects with `state_dict()` and `load_state_dict()`, loaded again in the same order.
-        weights: names of the parameters and buffers to store; None: all. Of the others (a frozen base that lies
-            elsewhere) only shapes and dtypes are noted.
-        total_limit: remove the oldest checkpoints beside `path` once the new one is complete, to keep this many.
-        overwrite: replace `path` if it exists; the old one stays whole until the new one is.
+        scaler: an object with `state_dict()` and `load_state_dict()`.
+        extra: values for `load_checkpoint` to return: numbers, text, tensors, and lists, tuples and dicts of them.
+        objects: further objects with `state_dict()` and `load_state_dict()`, to be loaded in the same order.
+        weights: names of the parameters and buffers to store; None means all. For the others (for example a frozen base
+            model that is stored elsewhere) only shapes and dtypes are recorded.
+        total_limit: the number of checkpoints to keep in the directory of `path`. The oldest are removed after the new
+            one is complete.
+        overwrite: replace `path` if it exists. The old checkpoint stays complete until the new one is.
 
     Returns:
         `path`.
 
     Raises:
-        CheckpointError: on every rank, if any rank failed, or another job has the folder (with `total_limit`) or the
-            name (with `overwrite`) to itself. Nothing is left at `path` but what was there before.
-        ConfigError: `total_limit` below 1.
+        CheckpointError: a rank failed, or another job has reserved the folder (with `total_limit`) or the name (with
+            `overwrite`). Every rank raises it, and `path` is left as it was.
+        ConfigError: `total_limit` is below 1.
     """
     pending = prepare_save(
         path, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra, objects=objects,
@@ -86,7 +88,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A directory to be, which all ranks fill before it counts."""
+    """A future checkpoint directory that all ranks fill before it is committed."""
 
     ranks: Ranks
     store: Store
@@ -102,17 +104,17 @@ class Destination:
 
     @property
     def final(self) -> Location:
-        """The directory."""
+        """Return the final path of the directory."""
         final: Location = self.store.final
         return final
 
     @property
     def save_id(self) -> str:
-        """The word that distinguishes this save from other attempts."""
+        """Return the id that distinguishes this save from other attempts."""
         return self.store.save_id
 
     def make(self, doing: str, *, several: bool = False) -> None:
-        """Make ready for it; see `Store.prepare`. A collective."""
+        """Prepare the destination; see `Store.prepare`. A collective."""
 
         def prepare() -> None:
             note_stamps_in(self.final.parent)
@@ -123,7 +125,10 @@ class Destination:
             self.store.own_names = self.ranks.broadcast(self.store.own_names)
 
     def hold(self, *, total_limit: int | None) -> None:
-        """Keep other jobs from what this one replaces and removes, and this one from what is theirs; see `lease`."""
+        """Reserve what this save may replace or remove. A collective.
+
+        Raise an error if another job has reserved it. See `lease`.
+        """
 
         def hold() -> None:
             if total_limit is not None:
@@ -136,13 +141,13 @@ class Destination:
         self.ranks.on_rank_0(f"saving {self.final}", hold)
 
     def commit(self, manifest: bytes | None = None) -> None:
-        """Make it count; see `Store.commit`. Rank 0 alone."""
+        """Commit the checkpoint; see `Store.commit`. Called on rank 0 only."""
         self.store.manifest = manifest
         self.store.commit()
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
-        """Remove everything of the save if the block fails."""
+        """Remove all files of the save if the block fails."""
         try:
             yield
         except BaseException:
@@ -153,10 +158,11 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Pending(ABC):
-    """A save whose state is collected but not written: `complete` does that, at once or in another thread.
+    """A save that has collected its state but not yet written it.
 
-    `then` is what rank 0 makes of the complete checkpoint, in words and as a function of its directory. The checkpoint
-    is there even if that fails.
+    `complete` writes it, immediately or in another thread. `then` is a further task for rank 0 after the checkpoint is
+    complete: a description and a function of the checkpoint's directory. The checkpoint remains even if that task
+    fails.
     """
 
     destination: Destination
@@ -165,7 +171,10 @@ class Pending(ABC):
     step: int | None = field(default_factory=lambda: JOURNAL.step, kw_only=True)
 
     def complete(self, ranks: Ranks) -> Location:
-        """Write it and make it count. A collective over `ranks`, which another thread must have for itself."""
+        """Write the checkpoint and commit it. A collective over `ranks`.
+
+        A call from another thread needs `ranks` that no other thread uses.
+        """
         begin = time.monotonic()
         final = self._complete(ranks)
         if ranks.rank == 0:
@@ -187,15 +196,15 @@ class Pending(ABC):
 
     @abstractmethod
     def _write(self, ranks: Ranks) -> Callable[[], None]:
-        """Write everything but what makes it count, which rank 0 does by calling the result."""
+        """Write everything except for the commit. Return the function that commits, for rank 0 to call."""
 
 
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> PendingSave:
-    """Do the part of a save that needs the training to stand still. A collective.
+    """Run the part of a save during which training must pause. A collective.
 
-    With `memory` what is to be written is copied into it, so that training may go on before it is written.
+    If `memory` is given, the state is copied into it, so that training can continue before the state is written.
     """
     total_limit, model = arguments.get("total_limit"), arguments["model"]
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
@@ -244,7 +253,10 @@ def prepare_parts(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> PendingParts:
-    """Prepare several models as `prepare_save` does: a directory of checkpoints, which is whole or absent like one."""
+    """Prepare a save of several models as `prepare_save` does for one.
+
+    The result is a directory of checkpoints, which is committed as a unit.
+    """
     destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
     destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():

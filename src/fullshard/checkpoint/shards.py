@@ -1,4 +1,4 @@
-"""Spread tensors over the files of a Hugging Face directory, for exports of live models and of checkpoints."""
+"""Distribute tensors over the files of a Hugging Face directory, for exports of live models and of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
-    """Return the file number of each tensor: in order, a new file when the limit would be passed."""
+    """Return the number of the file for each tensor, in order.
+
+    A new file is started when a tensor would exceed the limit.
+    """
     numbers, number, filled = [], 0, 0
     for nbytes in sizes:
         if filled and filled + nbytes > limit:
@@ -31,14 +34,14 @@ def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
 
 
 def file_names(count: int) -> list[str]:
-    """Return the names of so many files."""
+    """Return the names of `count` files."""
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> None:
-    """Write the index of several files; a single one needs none."""
+    """Write the index of several files. A single file does not need one."""
     if len(files) == 1:
         return
     places = {entry.name: (name, entry.nbytes) for name, entries in files.items() for entry in entries}
@@ -50,7 +53,10 @@ def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> 
 
 
 def parse_size(size: int | str) -> int:
-    """Return bytes from a number or a text such as `5GB` (10**9) or `5GiB` (2**30). Raises `ConfigError` else."""
+    """Convert a number of bytes, or text such as `5GB` (10**9) or `5GiB` (2**30), to bytes.
+
+    Raises `ConfigError` for any other text.
+    """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
     if nbytes < 1:
@@ -59,7 +65,7 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating-point dtype from its name. Raises `ConfigError` for anything else."""
+    """Convert a name to a floating-point dtype. Raises `ConfigError` for any other dtype."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     is_usable = isinstance(found, torch.dtype) and found.is_floating_point and dtype_name(found) in DTYPES
     if dtype is not None and not is_usable:

@@ -1,4 +1,7 @@
-"""The sources of a model's tensors in a Hugging Face directory: stored as they are, or made of stored ones."""
+"""Find the sources of a model's tensors in a Hugging Face directory.
+
+A source is a stored tensor, or is computed from stored tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,17 @@ _COMPARED_NUMEL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The part of a directory that goes into a model: sources by the model's names, and stored names of no use."""
+    """The result of matching a directory with a model.
+
+    It holds the sources by the model's names, and the stored names that are not used.
+    """
 
     sources: dict[str, TensorSource]
     unused: list[str]
 
 
 def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
-    """Find the model's tensors among those of a directory."""
+    """Match the model's tensors with those of a directory."""
     as_it_is, groups, unused, again = rules.load(stored)
     found: dict[str, TensorSource] = {name: stored[key] for name, key in as_it_is.items()}
     clashes = [
@@ -57,14 +63,14 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
 def read_whole(
     source: TensorSource, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return all of a source as a new tensor."""
+    """Return a complete source as a new tensor."""
     whole = torch.empty(shape, dtype=dtype, device=device)
     source.read(Interval(0, whole.numel()), whole.view(-1))
     return whole
 
 
 def are_equal(one: TensorSource, other: TensorSource) -> bool:
-    """Return whether two sources hold the same values; both are read a few elements at a time."""
+    """Return whether two sources hold the same values. Both are read a few elements at a time."""
     if one is other:
         return True
     if one.shape != other.shape:
@@ -108,7 +114,7 @@ def _coded_together(
 
 
 class _Together:
-    """The tensors of a group, computed when the first is read and kept until the last has been read."""
+    """The tensors of a group, which are computed when the first is read and kept until the last has been read."""
 
     def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline, dtype: torch.dtype) -> None:
         self.group, self._stored, self._outline, self._dtype = group, stored, outline, dtype
@@ -130,7 +136,7 @@ class _Together:
         out.copy_(self._made.pop(name).reshape(-1)[interval.start : interval.stop])
 
     def _read_rows(self, interval: Interval, out: torch.Tensor, row_numel: int) -> None:
-        """Read row by row, so that a layer of many experts is never whole in memory."""
+        """Read one row at a time, so that a layer of many experts is never completely in memory."""
         for index in range(interval.start // row_numel, -(-interval.stop // row_numel)):
             row = self.group.row(index, self._whole, self._outline).reshape(-1)
             part = Interval(index * row_numel, (index + 1) * row_numel).intersect(interval)

@@ -1,4 +1,4 @@
-"""Host memory that a state is copied into before it is written in the background."""
+"""Provide host memory into which a state is copied before it is written in the background."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Copies of tensors in one block per state, which is kept: the pages of a new one cost more than the copy."""
+    """Hold copies of tensors in one block of host memory per state.
+
+    Blocks are reused, because allocating the pages of a new block takes longer than the copy.
+    """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
         self._used: list[torch.Tensor] = []
 
     def reuse(self) -> None:
-        """Declare all copies unused."""
+        """Release all copies, so that their blocks can be reused."""
         self._free += self._used
         self._used.clear()
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copy the tensors, by kind of file and name, into one block of their own."""
+        """Copy tensors, given by kind of file and name, into one block."""
         flat = [tensor for named in tensors.values() for tensor in named.values()]
         is_remote = any(tensor.device.type != "cpu" for tensor in flat)
         block, at = self._take(sum(_aligned(tensor.nbytes) for tensor in flat), pinned=is_remote), 0

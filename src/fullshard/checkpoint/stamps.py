@@ -1,8 +1,9 @@
-"""The times at which checkpoints were saved, in an order that no change of a clock reverses.
+"""Timestamps for checkpoints that always increase, whatever happens to the clocks.
 
-Clocks are set back, and those of two hosts differ. So a save carries the time of day, or, where that is no later than
-the time in a checkpoint that this process has seen (beside the new one, loaded, or saved by itself), the next number
-after that. What was saved after another always has the larger stamp.
+Clocks can be set back, and the clocks of two hosts differ. So the timestamp of a save is the time of day or, if it is
+not later than all timestamps that this process has seen, the next larger number. The process sees the timestamps of
+checkpoints in the same directory and of those that it has loaded or saved. So a later save always has a larger
+timestamp.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _LATEST = [0.0]
 
 
 def note_stamp(stamp: float) -> None:
-    """Give every later save of this process a larger stamp than that of a checkpoint."""
+    """Ensure that all later saves of this process get larger timestamps than `stamp`."""
     _LATEST[0] = max(_LATEST[0], stamp)
 
 
 @functools.lru_cache(maxsize=1024)
 def note_stamps_in(folder: Location) -> None:
-    """Note the stamps of the checkpoints that are directly in a folder, the first time that this process asks."""
+    """Note the timestamps of the checkpoints directly in a folder, once per folder and process."""
     for path in entries_of(folder) if folder.is_dir() else ():
         for place in (path, *part_paths(path)) if path.is_dir() else ():
             with contextlib.suppress(CheckpointError):  # no checkpoint, or a damaged one
@@ -35,6 +36,6 @@ def note_stamps_in(folder: Location) -> None:
 
 
 def next_stamp() -> float:
-    """Return the stamp of a save."""
+    """Return the timestamp for a new save."""
     note_stamp(max(time.time(), math.nextafter(_LATEST[0], math.inf)))
     return _LATEST[0]

@@ -1,4 +1,4 @@
-"""Directories and small files that are either whole or not there."""
+"""Create directories and small files atomically: they are either complete or do not exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create or replace a small file so that a crash leaves the old or the new contents, also with several writers."""
+    """Create or replace a small file atomically.
+
+    After a crash it has either the old or the new contents. There may be several writers.
+    """
     temporary = _own_name(path)
     with temporary.open("wb") as file:
         file.write(data)
@@ -33,12 +36,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a unique name beside `path`, unique in this process too."""
+    """Return a temporary name in the directory of `path` that no other thread or process uses."""
     return path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(8)}")
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory, or the contents of a file, survive a power loss."""
+    """Flush the entries of a directory, or the contents of a file, to disk, so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,9 +55,9 @@ def temp_directory(final: Path, save_id: str) -> Path:
 
 
 def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
-    """Create the directory a save fills before it is committed to `final`; this process holds it until then.
+    """Create the directory that a save fills before it is committed to `final`. This process holds it until then.
 
-    What saves beside it left behind when they were killed is removed.
+    Remains of killed saves in the same parent directory are removed.
     """
     try:
         if final.parent.is_dir():
@@ -70,14 +73,14 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
 
 
 def _refuse_what_is_there(final: Path, *, overwrite: bool) -> None:
-    """Raise `CheckpointError` if something bears the name that may not be replaced."""
+    """Raise `CheckpointError` if `final` exists and must not be replaced."""
     if os.path.lexists(final) and not overwrite:
         raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
     refuse_file(final)
 
 
 def refuse_file(path: Path) -> None:
-    """Raise `CheckpointError` if there is a file where a directory is to be: its contents are unknown."""
+    """Raise `CheckpointError` if `path` is a file, because its contents are unknown. A checkpoint is a directory."""
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file, and a checkpoint is a directory", hint="choose another name, or remove the file"
@@ -85,9 +88,9 @@ def refuse_file(path: Path) -> None:
 
 
 def refuse_current(path: Path) -> None:
-    """Raise `CheckpointError` if replacing a directory would take away the current one, whose content is no checkpoint.
+    """Raise `CheckpointError` if `path` is the current directory or contains it.
 
-    An `--overwrite` of `.` is a slip: all that lies there would be removed.
+    `--overwrite` with `.` is a mistake, because everything in the current directory would be removed.
     """
     try:
         current = Path.cwd()
@@ -101,7 +104,7 @@ def refuse_current(path: Path) -> None:
 
 
 def require_room(directory: Path, nbytes: int) -> None:
-    """Raise `CheckpointError` if the file system of `directory` has less room than `nbytes`."""
+    """Raise `CheckpointError` if the file system of `directory` has less than `nbytes` bytes of free space."""
     usage = shutil.disk_usage(directory)
     if usage.total and usage.free < nbytes:
         raise CheckpointError(
@@ -112,7 +115,7 @@ def require_room(directory: Path, nbytes: int) -> None:
 
 
 def discard_directory(temp: Path) -> None:
-    """Remove the directory of a save that failed. The next save beside it removes any remains."""
+    """Remove the directory of a failed save. If anything remains, the next save in the same place removes it."""
     shutil.rmtree(temp, ignore_errors=True)
     if temp.exists():
         logger.warning("%s is left of a save that failed; the next save beside it removes it", temp)
@@ -121,12 +124,12 @@ def discard_directory(temp: Path) -> None:
 
 
 def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) -> None:
-    """Give a complete directory its final name; what bore that name is removed only after that.
+    """Give a complete directory its final name. A directory that had this name is removed only after that.
 
-    POSIX cannot replace a directory that is not empty, so the old one steps aside under a name of its own first. A
-    crash between the two renames leaves it there, whole, and `restore_replaced` brings it back. Nothing else is
-    replaced, also if it has appeared since the save began: a rename of a directory fails where there is a file, a link
-    or a directory with anything in it.
+    POSIX cannot replace a directory that is not empty, so the old one is first renamed. If the process crashes between
+    the two renames, the old directory remains complete and `restore_replaced` gives it its name back. Nothing else is
+    replaced, even if it was created after the save began, because a directory cannot be renamed to a file, a link or a
+    directory that is not empty.
     """
     sync_directory(temp)
     _refuse_what_is_there(final, overwrite=overwrite)
@@ -149,7 +152,7 @@ def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) 
 
 
 def restore_replaced(final: Path) -> None:
-    """Bring back the directory that was stepping aside when a commit was killed, if `final` is missing."""
+    """Restore the old directory if `final` is missing because a commit was killed between its two renames."""
     if final.exists():
         return
     for old in replaced_directories(final):
@@ -159,14 +162,15 @@ def restore_replaced(final: Path) -> None:
 
 
 def replaced_directories(final: Path) -> list[Path]:
-    """Return the directories that bore the name `final` until a commit that never ended."""
+    """Return the directories that had the name `final` before a commit that did not finish."""
     return _beside(final, OLD_PREFIX)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one.
+    """Remove a checkpoint such that a crash on the way leaves nothing that looks like one.
 
-    Two saves beside each other may both find it the oldest: if another has removed it, all is done.
+    Two saves in the same directory may both choose to remove this checkpoint. If another one has already removed it,
+    this does nothing.
     """
     aside = _own_name(path)
     try:
@@ -178,7 +182,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a directory; of a link, with which a checkpoint was moved elsewhere, only the link."""
+    """Remove a directory. If it is a link because the checkpoint was moved elsewhere, remove only the link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     while path.exists():
@@ -191,7 +195,7 @@ _HELD: dict[Path, int] = {}
 
 
 def _make_held(temp: Path) -> None:
-    """Create a directory, and lock it for as long as this process lives, so that others see that it is in use."""
+    """Create a directory and lock it while this process lives, so that other processes see that it is in use."""
     while temp not in _HELD:
         temp.mkdir()
         with contextlib.suppress(FileNotFoundError):  # another save has taken it for a leftover before it was locked
@@ -211,9 +215,10 @@ def _let_go(temp: Path) -> None:
 
 @contextlib.contextmanager
 def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
-    """Yield whether it has no living holder and none comes within; None if the file system cannot tell.
+    """Yield whether no process holds `path`, and keep others from taking it meanwhile.
 
-    A shared lock keeps nobody else from looking, who would take this for a holder.
+    Yield None if the file system does not support locks. With a shared lock, other processes can check `path` at the
+    same time and do not mistake this check for a holder.
     """
     descriptor, is_unheld = -1, None
     try:
@@ -232,9 +237,10 @@ def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove temporary directories beside `final` that no process holds.
+    """Remove temporary directories in the parent of `final` that no process holds.
 
-    Where locks do not work, only those of saves to the same name go: no other job should be saving to it.
+    Without support for locks, only those of saves to the same name are removed, since no other job should save to that
+    name.
     """
     same_name = _beside(final, TEMP_PREFIX)
     for path in sorted(final.parent.iterdir()):
@@ -251,6 +257,6 @@ def _remove_leftovers(final: Path) -> None:
 
 
 def _beside(final: Path, prefix: str) -> list[Path]:
-    """Return directories that saves to `final` made: its name between `prefix` and a word without a hyphen."""
+    """Return the directories that saves to `final` created with this prefix. Their names end in a hyphen and an id."""
     entries = final.parent.iterdir() if final.parent.is_dir() else ()
     return sorted(path for path in entries if path.name.rpartition("-")[0] == prefix + final.name and path.is_dir())

@@ -1,10 +1,11 @@
-"""Turn a directory of files into a checkpoint, and remove one: in a file system, and in an object store.
+"""Commit a directory of files as a checkpoint, and remove checkpoints, in a file system or an object store.
 
-    file system     files into `.tmp-NAME-ID`, manifest, fsync, rename to NAME              the rename makes it count
-    object store    files under NAME, and last of all NAME/manifest.json, in one request     the manifest makes it count
+    file system     files into `.tmp-NAME-ID`, manifest, fsync, rename to NAME            the rename commits it
+    object store    files under NAME, and finally NAME/manifest.json, in one request      the manifest commits it
 
-An object store cannot rename. A checkpoint that replaces another gives its files names with its save's id, so that both
-are whole until the manifest is replaced, and what that does not name is removed only then. Rank 0 alone calls these.
+An object store cannot rename. A checkpoint that replaces another puts the id of its save into its file names. So both
+are complete until the manifest is replaced, and files that are not in the new manifest are removed only then. Only rank
+0 calls these functions.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Store:
-    """The place of one save in a file system, which makes it count; `save_id` tells saves to the name `final` apart.
+    """The location of one save in a file system, and the operations to prepare and commit it.
 
-    Whether the names of the files carry `save_id` (`own_names`) is known after `prepare`.
+    `save_id` distinguishes saves to the name `final`. After `prepare`, `own_names` tells whether file names contain
+    `save_id`.
     """
 
     def __init__(self, final: Any, save_id: str, *, overwrite: bool = False) -> None:
@@ -48,22 +50,23 @@ class Store:
         return storage.temp_directory(self.final, self.save_id)
 
     def file_of(self, kind: str, rank: int) -> Location:
-        """Return the data file of one rank."""
+        """Return the path of one rank's data file."""
         return self.directory / rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
     def prepare(self, *, several: bool = False) -> None:
-        """Make ready for a save, of several models or of one."""
+        """Prepare the location for a save of one model, or of several."""
         storage.refuse_current(self.final)
         storage.make_temp_directory(self.final, self.save_id, overwrite=self.overwrite)
 
     def require_room(self, nbytes: int) -> None:
-        """Raise `CheckpointError` if it is known that so much does not fit."""
+        """Raise `CheckpointError` if the free space is known to be less than `nbytes`."""
         storage.require_room(storage.temp_directory(self.final, self.save_id), nbytes)
 
     def commit(self) -> None:
-        """Make a complete save count, with `manifest`; without one, of several models, which have theirs.
+        """Commit a complete save.
 
-        What has appeared at `final` since `prepare` is replaced only with `overwrite`.
+        A save of one model needs `manifest` to be set. A save of several models does not, because each has its own. If
+        `final` was created after `prepare`, it is replaced only with `overwrite`.
         """
         temp = storage.temp_directory(self.final, self.save_id)
         if self.manifest is not None:
@@ -76,7 +79,10 @@ class Store:
 
 
 class ObjectStore(Store):
-    """The place of one save in an object store. Holds the name: two writers would spoil each other's files."""
+    """The location of one save in an object store.
+
+    It reserves the name, because two writers would overwrite each other's files.
+    """
 
     final: ObjectPath
     _is_claimed = _is_prepared = _is_unsure = False
@@ -114,7 +120,7 @@ class ObjectStore(Store):
         self.own_names, self._is_prepared = bool(manifests), True
 
     def require_room(self, nbytes: int) -> None:
-        """Do nothing: an object store does not tell its free space."""
+        """Do nothing, because an object store does not report its free space."""
 
     def commit(self) -> None:
         """See `Store`."""
@@ -153,7 +159,7 @@ class ObjectStore(Store):
             let_go_of(self.final)
 
     def _remove_unfinished_beside(self) -> None:
-        """Remove what killed saves have left in a folder that is this job's alone."""
+        """Remove what killed saves have left in a folder that is reserved for this job."""
         folder, found = self.final.parent, dict[str, list[str]]()
         for name in folder.beneath():
             directory, _, rest = name.partition("/")
@@ -165,15 +171,15 @@ class ObjectStore(Store):
 
 
 def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store:
-    """Return the place of a save."""
+    """Return the store for a save to `final`."""
     return (ObjectStore if isinstance(final, ObjectPath) else Store)(final, save_id, overwrite=overwrite)
 
 
 @contextlib.contextmanager
 def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[Store]:
-    """Give a place for one process to write to, and to set the manifest of.
+    """Yield a store for one process to write to, and to set the manifest of.
 
-    It counts if the block ends well, and is removed if it does not.
+    The checkpoint is committed if the block succeeds, and removed if it fails.
     """
     note_stamps_in(final.parent)
     store = store_at(final, save_id, overwrite=overwrite)
@@ -190,7 +196,10 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
 
 @contextlib.contextmanager
 def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
-    """Give a directory to fill, as `new_checkpoint` does; its files are flushed to the disk before it counts."""
+    """Yield a directory to fill, and commit it as `new_checkpoint` does.
+
+    Its files are flushed to disk before the commit.
+    """
     with new_checkpoint(final, save_id, overwrite=overwrite):
         temp = storage.temp_directory(final, save_id)
         yield temp
@@ -199,7 +208,7 @@ def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterat
 
 
 def remove_checkpoint(path: Location) -> None:
-    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
+    """Remove a checkpoint such that a crash on the way leaves nothing that looks like one."""
     if not isinstance(path, ObjectPath):
         storage.remove_directory(path)
         return
@@ -210,7 +219,10 @@ def remove_checkpoint(path: Location) -> None:
 
 
 def _saved_there(final: ObjectPath) -> str | None:
-    """Return the id of the save that counts there; empty if its manifest is damaged; None if there is none."""
+    """Return the id of the save that is committed at `final`.
+
+    Return an empty string if its manifest is damaged, and None if there is no manifest.
+    """
     try:
         return read_manifest(final).save_id
     except CheckpointError:
@@ -218,7 +230,10 @@ def _saved_there(final: ObjectPath) -> str | None:
 
 
 def is_of_a_save(name: str) -> bool:
-    """Return whether an object in a checkpoint, named from there on, is one that a save makes before it counts."""
+    """Return whether an object can belong to a save that has not been committed.
+
+    `name` is relative to the checkpoint.
+    """
     directory, _, file = name.rpartition("/")
     if not directory:
         return is_data_file(file)
@@ -226,12 +241,15 @@ def is_of_a_save(name: str) -> bool:
 
 
 def _is_manifest(name: str) -> bool:
-    """Return whether an object in a checkpoint is its manifest, or that of a part."""
+    """Return whether an object is the manifest of a checkpoint or of one of its parts."""
     return name.rpartition("/")[2] == MANIFEST_NAME
 
 
 def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
-    """Return whether all manifests of a checkpoint of one or several models are there; so if one is damaged."""
+    """Return whether all manifests of a checkpoint of one or several models exist.
+
+    Also return True if one of them is damaged.
+    """
     if MANIFEST_NAME in manifests:
         return True
     try:
@@ -241,7 +259,10 @@ def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
 
 
 def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[str]) -> None:
-    """Remove the files of saves that do not count: all but those that the manifest names."""
+    """Remove the files of saves that were not committed.
+
+    These are all files that the manifest does not name.
+    """
     kept: set[str] = set()
     if manifests:
         try:

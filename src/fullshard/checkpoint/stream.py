@@ -1,4 +1,4 @@
-"""The weights of a model that trains, one after the other, for an inference engine beside it or over the network."""
+"""Stream the weights of a model in training, one tensor at a time, to an inference engine on any host."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ _DOING = "streaming the weights"
 def stream_weights(
     model: nn.Module, *, dtype: torch.dtype | str | None = None, rank0_only: bool = False
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield every tensor that `export_hf` would write, under the same name, with the same values. A collective.
+    """Yield every tensor that `export_hf` would write, with the same name and values. A collective.
 
         for name, tensor in fullshard.stream_weights(model, dtype="bfloat16"):
             engine.load_weights([(name, tensor)])
 
-    Every rank runs the loop to its end. Parameters are gathered one at a time (where Transformers stores several as
-    one, those together), so a device holds one whole parameter besides its shards, and the one that the loop still has.
+    Every rank must run the loop to its end. Parameters are gathered one at a time, or together if Transformers stores
+    them as one tensor. So besides its shards a device holds one full parameter, and the tensor that the loop still
+    references.
 
-    A rank that leaves the loop before its end, by an error or by `break`, leaves no other waiting: the others' loops
-    end with an error at the same parameter, the model is as it was, and training can go on.
+    If a rank leaves the loop early, because of an error or `break`, the other ranks do not wait for it. Their loops end
+    with an error at the same parameter, the model is unchanged, and training can continue.
 
     Args:
-        model: sharded or not. Adapters of a PEFT model are merged on the way, as in `export_hf`; the model keeps them.
-        dtype: of floating-point tensors; default: as they are, which is float32 for main weights. Cast before they are
-            sent.
-        rank0_only: the other ranks take part and are given nothing.
+        model: sharded or not. The adapters of a PEFT model are merged during the loop, as in `export_hf`; the model
+            itself keeps them.
+        dtype: dtype to cast floating-point tensors to before they are sent. By default they keep their dtype, which is
+            float32 for main weights.
+        rank0_only: yield tensors on rank 0 only. The other ranks take part but yield nothing.
 
     Yields:
-        Name and whole tensor on the rank's device, in the model's order. The tensor is the caller's: it shares no
-        memory with the model.
+        Name and full tensor on the rank's device, in the model's order. The tensor belongs to the caller and does not
+        share memory with the model.
 
     Raises:
-        CheckpointError: on every rank: another left its loop or failed; or a model that cannot be exported.
-        ConfigError: a `dtype` that cannot be understood.
+        CheckpointError: another rank left its loop or failed, or the model cannot be exported. Every rank raises it.
+        ConfigError: `dtype` cannot be parsed.
     """
     cast, ranks = parse_dtype(dtype), Ranks.of(model)
     form = ranks.together(_DOING, lambda: SavedLayout.of(model, cast=cast))
@@ -71,6 +73,9 @@ def stream_weights(
 
 @torch.no_grad()
 def _make(form: SavedLayout, batch: Batch, is_given: bool) -> dict[str, torch.Tensor]:
-    """Gather a batch, and make what is stored of it if this rank is given it. In a function, so that nothing stays."""
+    """Gather a batch and return its stored tensors if `is_given`; otherwise return an empty dict.
+
+    This is a function so that all temporary tensors are released when it returns.
+    """
     wholes = form.gather(batch)
     return form(batch, wholes()) if is_given else {}

@@ -1,8 +1,8 @@
-"""Files of tensors, and reads that prove what they read. No torch here.
+"""Write files of tensors, and read them with verification. This module does not import torch.
 
-They follow the safetensors layout (8 bytes of header length, a JSON header, the tensors), so every tool that reads
-safetensors reads them. They are written and read here byte by byte because two things are needed that the safetensors
-package does not offer: one tensor in memory at a time while writing, and a checksum of each chunk.
+The files follow the safetensors layout (8 bytes of header length, a JSON header, the tensors), so that any program for
+safetensors can read them. This module has its own reader and writer because the safetensors package lacks two features:
+writing with only one tensor in memory at a time, and a checksum for each chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REQUEST_NBYTES, _REQUESTS = 4 * 2**20, 4
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file: its name, torch's dtype name and its shape."""
+    """A tensor in a file: its name, torch's name of its dtype, and its shape."""
 
     name: str
     dtype: str
@@ -57,62 +57,66 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Return the size of the elements in bytes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
     def order_key(self) -> tuple[int, bool]:
-        """The key by which tensors are ordered in a file."""
+        """Return the key that determines the position of the tensor in a file."""
         return order_key(self.dtype, math.prod(self.shape))
 
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return `entries` in the order they are stored.
+    """Return `entries` in the order in which they are stored.
 
-    Widest elements first, which keeps every tensor aligned to its dtype. Of those, single ones first: every rank wants
-    them (the step counts), and together they are a chunk to read, apart one each.
+    Tensors with the widest elements come first, which keeps every tensor aligned to its dtype. Among these, tensors
+    with a single element come first. Every rank needs them (they are step counts), and stored together they take one
+    chunk to read instead of one each.
     """
     return sorted(entries, key=lambda entry: entry.order_key)
 
 
 def order_key(dtype: str, numel: int) -> tuple[int, bool]:
-    """Return the key by which a tensor of `numel` elements is ordered in a file."""
+    """Return the key that determines the position of a tensor with `numel` elements in a file."""
     return -itemsize(dtype), numel > 1
 
 
 def open_to_write(path: Location, nbytes: int) -> FileSink:
-    """Create a file, which must not be there in a file system, of `nbytes` bytes in the end."""
+    """Create a file that will have `nbytes` bytes. In a file system it must not exist yet."""
     return ObjectSink(path, nbytes) if isinstance(path, ObjectPath) else FileSink(path.open("xb", buffering=0))
 
 
 class FileSink:
-    """A new file that is being written, in a file system."""
+    """A new file in a file system that is being written."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, data: memoryview) -> int:
-        """Append bytes; return how many were taken: fewer than given, for example, when the disk is full."""
+        """Append bytes and return how many were written.
+
+        This can be fewer than given, for example if the disk is full.
+        """
         return self._file.write(data) or 0
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Say that this part will not change any more, so that the `fsync` finds little left to do. On Linux."""
+        """Start to write this part to disk, so that the later `fsync` takes less time. Only has an effect on Linux."""
         if _SYNC_FILE_RANGE is not None:
             descriptor = self._file.fileno()
             _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
     def finish(self) -> None:
-        """Make it survive a power loss. Only then it is there."""
+        """Flush the file to disk so that it survives a power loss, and close it."""
         os.fsync(self._file.fileno())
         self._file.close()
 
     def close(self) -> None:
-        """Let go of it; unless it is finished, its written part does not count."""
+        """Close the file. Unless it was finished, its contents are not valid."""
         self._file.close()
 
 
 class ObjectSink(FileSink):
-    """See `FileSink`; in an object store, which is sent one part at a time."""
+    """A new file in an object store, which is sent one part at a time. See `FileSink`."""
 
     def __init__(self, path: ObjectPath, nbytes: int) -> None:
         self._path = path
@@ -126,7 +130,7 @@ class ObjectSink(FileSink):
         return data.nbytes
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Do nothing: parts are sent as they are full."""
+        """Do nothing, because parts are sent as soon as they are full."""
 
     def finish(self) -> None:
         """See `FileSink`."""
@@ -146,7 +150,7 @@ class ObjectSink(FileSink):
 
 
 def open_to_read(path: Location) -> Any:
-    """Open a file; in an object store the next block is read in the background."""
+    """Open a file for reading. In an object store, the next block is fetched in the background."""
     if isinstance(path, ObjectPath):
         options = {"cache_type": "background", "cache_options": {"maxblocks": _REQUESTS}}
         return path.open("rb", block_size=_REQUEST_NBYTES, **options)
@@ -154,9 +158,9 @@ def open_to_read(path: Location) -> Any:
 
 
 class TensorFileWriter:
-    """Writes one data file, which must not exist, and returns its record when it is safely on disk.
+    """Write one new data file, and return its record when it is safely on disk.
 
-    Tensors are to be written in the order of `storage_order(entries)`; the metadata goes into the header.
+    Tensors must be written in the order of `storage_order(entries)`. The metadata goes into the header.
     """
 
     def __init__(self, path: Location, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
@@ -182,11 +186,11 @@ class TensorFileWriter:
             raise
 
     def write(self, name: str, data: Bytes) -> None:
-        """Append the next tensor, which must be `name` with exactly its bytes."""
+        """Append the next tensor, which must be called `name` and have exactly the expected size."""
         self.write_parts(name, (data,))
 
     def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Write a tensor that comes in parts, of which only one is held at a time; see `write`."""
+        """Append the next tensor from parts, of which only one is in memory at a time. See `write`."""
         entry = self._pending.pop(0)
         before = self._nbytes
         for part in parts if entry.name == name else ():
@@ -196,7 +200,7 @@ class TensorFileWriter:
             raise CheckpointError(f"got {name!r} of {nbytes} bytes, expected {entry.name!r} of {entry.nbytes}")
 
     def finish(self) -> FileRecord:
-        """Flush the file to the disk, close it, and return its record."""
+        """Flush the file to disk, close it, and return its record."""
         if self._pending:
             raise CheckpointError(f"{len(self._pending)} tensors were not written, first {self._pending[0].name!r}")
         if self._chunk_filled:
@@ -211,7 +215,7 @@ class TensorFileWriter:
         self._file.close()
 
     def _append(self, data: Bytes) -> None:
-        """Write `data` and carry the checksums on; chunks are counted from the start of the file."""
+        """Write `data` and update the checksums. Chunks are counted from the start of the file."""
         at = 0
         while at < data.nbytes:
             part = data[at : at + min(_BLOCK_NBYTES, CHUNK_NBYTES - self._chunk_filled)]
@@ -231,7 +235,10 @@ class TensorFileWriter:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place of a tensor in a file: name in safetensors, shape, and byte range from the start of the file."""
+    """The location of a tensor in a file.
+
+    `dtype` is the name in safetensors. The byte range counts from the start of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -240,7 +247,10 @@ class StoredTensor:
 
 
 class TensorFileReader:
-    """Reads parts of one data file; every byte handed out has passed its checksum, or it is a `CheckpointError`."""
+    """Read parts of one data file.
+
+    All returned bytes have passed their checksums. A mismatch raises `CheckpointError`.
+    """
 
     def __init__(self, path: Location, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
         self.path = path
@@ -267,7 +277,10 @@ class TensorFileReader:
         self._file.close()
 
     def find(self, name: str, dtype: str, numel: int) -> StoredTensor:
-        """Return the tensor `name`. Raises `CheckpointError` unless it has that dtype (torch's name) and size."""
+        """Return the tensor `name`.
+
+        Raises `CheckpointError` unless it has the given dtype (torch's name) and number of elements.
+        """
         stored = self.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self.path} does not hold {name!r}, which the manifest promises")
@@ -280,7 +293,10 @@ class TensorFileReader:
         return stored
 
     def read_into(self, start: int, out: Bytes) -> None:
-        """Fill `out` with the bytes of the file from `start` on; if they are damaged, it holds nothing of use."""
+        """Fill `out` with the bytes of the file from `start`.
+
+        If they are damaged, an error is raised and the contents of `out` are undefined.
+        """
         if start + out.nbytes > self._record.nbytes:
             raise CheckpointError(
                 f"{self.path} ends at byte {self._record.nbytes}, asked for {out.nbytes} from {start}"
@@ -299,18 +315,21 @@ class TensorFileReader:
             filled += part.nbytes
 
     def damaged_chunks(self) -> Iterator[tuple[int, int]]:
-        """Return the byte ranges of all chunks that fail their checksum."""
+        """Yield the byte ranges of all chunks that do not match their checksums."""
         scratch = np.empty(min(self._chunk_nbytes, self._record.nbytes), dtype=np.uint8)
         for index, expected in enumerate(self._record.crc32c):
             if self._fill(index, scratch[: self._size(index)]) != expected:
                 yield index * self._chunk_nbytes, index * self._chunk_nbytes + self._size(index)
 
     def _size(self, index: int) -> int:
-        """Return the bytes of chunk `index`."""
+        """Return the size of chunk `index` in bytes."""
         return min(self._chunk_nbytes, self._record.nbytes - index * self._chunk_nbytes)
 
     def _chunk(self, index: int) -> Bytes:
-        """Return chunk `index`, checked. The last one is kept, because small neighbours share a chunk."""
+        """Return the verified chunk `index`.
+
+        The last chunk is cached, because several small tensors can share a chunk.
+        """
         if self._cached != index:
             if self._kept.nbytes == 0:
                 self._kept = np.empty(min(self._chunk_nbytes, self._record.nbytes), dtype=np.uint8)
@@ -320,7 +339,7 @@ class TensorFileReader:
         return self._kept[: self._size(index)]
 
     def _read_chunk(self, index: int, out: Bytes) -> None:
-        """Fill `out` with all of chunk `index`, and check it."""
+        """Fill `out` with the complete chunk `index` and verify it."""
         start, got, expected = index * self._chunk_nbytes, self._fill(index, out), self._record.crc32c[index]
         if got != expected:
             raise CheckpointError(
@@ -340,7 +359,10 @@ class TensorFileReader:
         return crc32c
 
     def _read_some(self, out: memoryview, at: int) -> int:
-        """Fill the beginning of `out`; how much of it. Raises `CheckpointError` if the disk gives nothing."""
+        """Fill the beginning of `out` and return the number of bytes read.
+
+        Raises `CheckpointError` if the file ends here or cannot be read.
+        """
         try:
             with asked(self.path, "read") if isinstance(self.path, ObjectPath) else contextlib.nullcontext():
                 self._file.seek(at)
@@ -352,7 +374,7 @@ class TensorFileReader:
         return nbytes
 
     def _read_header(self) -> dict[str, StoredTensor]:
-        """Return the tensors of the file by name."""
+        """Read the header and return the tensors of the file by name."""
 
         def read(start: int, nbytes: int) -> bytes:
             data = np.empty(nbytes, dtype=np.uint8)
@@ -368,7 +390,10 @@ class TensorFileReader:
 def parse_header(
     read: Callable[[int, int], bytes], size: int, *, where: str
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return the metadata and the tensors of a safetensors file of `size` bytes; `read` gives bytes from a place on."""
+    """Return the metadata and the tensors of a safetensors file of `size` bytes.
+
+    `read` takes a start and a number of bytes and returns these bytes.
+    """
     nbytes = int.from_bytes(read(0, 8), "little")
     if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
         raise CheckpointError(f"{where} claims a header of {nbytes} bytes in a file of {size}")
@@ -399,14 +424,14 @@ def parse_header(
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
-    """Return the path of a file that `directory` holds and another file names."""
+    """Return the path of a file in `directory` that another file names. Raises `CheckpointError` for other places."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{where} points to {name!r}, outside its directory")
     return directory / name
 
 
 def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> str | None:
-    """Return the fault in a data file that shows before any of it is read; None if there is none."""
+    """Return a problem with a data file that can be found without reading it, or None if there is none."""
     if len(record.crc32c) != -(-record.nbytes // chunk_nbytes):
         return f"the manifest holds {len(record.crc32c)} checksums for the {record.nbytes} bytes of {path.name}"
     try:
@@ -419,7 +444,7 @@ def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> st
 
 
 def nbytes_inside(path: Location) -> int:
-    """Return the size of a file that a checkpoint consists of."""
+    """Return the size of a file that belongs to a checkpoint."""
     if isinstance(path, ObjectPath):
         return path.size()
     status = path.stat()

@@ -1,4 +1,4 @@
-"""The tensors of a model that are saved, and how this rank holds them."""
+"""Find the tensors of a model that are saved, and this rank's parts of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from fullshard.features import ShardedParameter, ShardedTensor
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A rank's part of a parameter or buffer: elements `interval` of the flattened whole, counted as `chunking` says.
+    """A rank's part of a parameter or buffer.
 
-    Names are without those of wrappers; there are several if it is tied. `shape` is global. Of several ranks that hold
-    the same elements exactly one is the writer.
+    It consists of elements `interval` of the flattened full tensor, counted in the order of `chunking`. The names do
+    not include the parts that wrappers add; a tied tensor has several names. `shape` is the global shape. If several
+    ranks hold the same elements, exactly one of them is the writer.
     """
 
     names: tuple[str, ...]
@@ -37,17 +38,17 @@ class LocalTensor:
 
     @property
     def name(self) -> str:
-        """The name that identifies it."""
+        """Return the name that identifies the tensor."""
         return self.names[0]
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether other ranks hold other elements of it."""
+        """Return whether other ranks hold other elements of the tensor."""
         return isinstance(self.tensor, ShardedTensor)
 
     @property
     def form(self) -> FormRecord | None:
-        """Return the form that it is stored in; None: as numbers."""
+        """Return the form in which the tensor is stored, or None if it is stored as ordinary numbers."""
         tensor = self.tensor
         if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.local, CodedPart):
             return None
@@ -55,17 +56,20 @@ class LocalTensor:
 
     @property
     def held(self) -> torch.Tensor:
-        """Return this rank's elements as a plain tensor: elements `interval`, shape (n,), of a sharded one."""
+        """Return this rank's elements as a plain tensor.
+
+        For a sharded tensor these are the elements `interval`, with shape (n,).
+        """
         return self.tensor.local if isinstance(self.tensor, ShardedTensor) else self.tensor.detach()
 
 
 def stand_in(local: LocalTensor) -> torch.Tensor:
-    """Return a tensor on the meta device of the whole one's shape and dtype."""
+    """Return a tensor on the meta device with the shape and dtype of the full tensor."""
     return torch.empty(local.shape, dtype=local.tensor.dtype, device="meta")
 
 
 def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
-    """Refuse a parameter that is not one tensor, which is what a checkpoint has under its name."""
+    """Raise `CheckpointError` for a parameter that consists of several tensors, which a checkpoint cannot store."""
     for local in parameters:
         if wraps_others(local.held) and local.form is None:
             raise CheckpointError(
@@ -75,7 +79,7 @@ def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
 
 
 def rest(model: nn.Module) -> None:
-    """Bring every unit of `model` to rest, so that its parameters are the intervals that optimizers know."""
+    """Bring every unit of `model` to rest, so that its parameters are the intervals that optimizers update."""
     for unit in units_of(model):
         if unit.is_pinned:
             raise CheckpointError(
@@ -87,7 +91,10 @@ def rest(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
-    """Return all parameters in definition order, each once. `model` is at rest. `rank` decides `is_writer` alone."""
+    """Return all parameters in definition order, each once. `model` must be at rest.
+
+    `rank` is only used to set `is_writer`.
+    """
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))
@@ -108,10 +115,10 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
 
 
 def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> bool:
-    """Return whether this rank is the first of those beside the mesh's that have the same tensor.
+    """Return whether this rank is the first of the ranks outside its mesh that hold the same tensor.
 
-    They may have, although the spec names no group: if a parameter is sharded over a part of all ranks only, it is what
-    the others have, too, along the axis `beneath` other parameters.
+    Even if the spec names no group, there can be such ranks: a parameter that is sharded over only a part of all ranks
+    is replicated along the axis that the group `beneath` of other parameters covers.
     """
     if spec.is_chunked:
         return True
@@ -122,7 +129,10 @@ def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> b
 
 
 def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
-    """Return all persistent buffers, each once; see `local_parameters`. Every rank holds them; rank 0 saves them."""
+    """Return all persistent buffers, each once; see `local_parameters`.
+
+    Every rank holds them, and rank 0 saves them.
+    """
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module._buffers.items():
@@ -136,12 +146,12 @@ def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
 
 
 def local_tensors(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
-    """Return its parameters and its persistent buffers; see `local_parameters`."""
+    """Return all parameters and persistent buffers of a model; see `local_parameters`."""
     return [*local_parameters(model, rank=rank, on_meta=on_meta), *local_buffers(model, rank=rank)]
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that define `get_extra_state`, by path."""
+    """Return the modules that define `get_extra_state`, keyed by path."""
     return {
         clean_name(path): module
         for path, module in model.named_modules()

@@ -1,8 +1,8 @@
-"""torch's own files (`torch.save`), read so that nothing in them can run and nothing in them can fill the memory.
+"""Read torch's own files (`torch.save`) such that their contents cannot run code or exhaust memory.
 
-They are zip archives around a pickle. `weights_only=True` refuses every pickle that asks for more than tensors and
-plain values; what it does not look at is checked here first: compressed entries, which may blow up, and entries that
-share bytes. Tensors stay where they are: they are mapped from the file and read when their elements are asked for.
+They are zip archives that contain a pickle. `weights_only=True` rejects any pickle that asks for more than tensors and
+plain values. Two things that it does not check are checked here first: compressed entries, which could expand to any
+size, and entries that share bytes. Tensors are mapped from the file and read only when their elements are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_ENTRIES = 1_000_000
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return the contents of a file of `torch.save`, its tensors mapped from the file."""
+    """Return the contents of a file that `torch.save` wrote, with its tensors mapped from the file."""
     try:
         with open_regular(path) as file:
             check_archive(file, path.stat().st_size, where=str(path))
@@ -32,13 +32,13 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(data: bytes, *, where: str) -> Any:
-    """Return the contents of `torch.save`'s bytes in memory; see `load_torch_file`."""
+    """Return the contents of bytes that `torch.save` wrote; see `load_torch_file`."""
     check_archive(io.BytesIO(data), len(data), where=where)
     return _load(io.BytesIO(data), where=where, mmap=False)
 
 
 def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
-    """Refuse an archive that unpacks to more than its own size."""
+    """Raise `CheckpointError` if an archive unpacks to more than its own size."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -53,7 +53,10 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
 
 
 def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
-    """Return the tensor if its elements are all there: a strided one in host memory that repeats no element."""
+    """Return a tensor after checking that it is a plain strided tensor in host memory with all its elements.
+
+    Raises `CheckpointError` otherwise.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{where} is a {type(tensor).__name__}, not a tensor")
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

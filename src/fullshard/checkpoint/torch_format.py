@@ -1,7 +1,7 @@
-"""A checkpoint that holds torch's distributed format too, for programs that read nothing else.
+"""Write a checkpoint that also contains torch's distributed format, for programs that read nothing else.
 
 step-1000/
-  manifest.json, ...          the checkpoint; what is loaded, whatever becomes of the rest
+  manifest.json, ...          the checkpoint, which fullshard loads regardless of the other files
   pytorch_model_fsdp_0/       weights, as Accelerate and the Trainer save and load them
   optimizer_0/                optimizer state
 """
@@ -29,10 +29,10 @@ from fullshard.checkpoint.storage import (
 
 
 def with_torch_format(pending: Pending) -> Pending:
-    """Return a save that writes torch's format into the checkpoint, too, once that is complete.
+    """Return a save that also writes torch's format into the checkpoint after it is complete.
 
-    Rank 0 makes it from the files, one tensor at a time: no rank gathers anything, so it may go on in the background.
-    The disk needs room for it twice.
+    Rank 0 converts the files one tensor at a time. No rank gathers anything, so this can run in the background. It
+    needs twice the disk space.
     """
 
     def write(path: Location) -> None:
@@ -42,9 +42,10 @@ def with_torch_format(pending: Pending) -> Pending:
 
 
 def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> None:
-    """Write one or several checkpoints in torch's format, as `pytorch_model_fsdp_0`, `optimizer_0`, and so on.
+    """Write a checkpoint in torch's format, as `pytorch_model_fsdp_0`, `optimizer_0`, and so on.
 
-    What bears one of these names in `directory` is replaced. All of them appear, or none.
+    The checkpoint can hold several models. Directories with these names in `directory` are replaced. Either all of the
+    new directories appear or none.
     """
     save_id = uuid.uuid4().hex[:16]
     # Beside the checkpoint, under the name of a save under way, which the next save removes if this one dies.

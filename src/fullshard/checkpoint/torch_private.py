@@ -1,4 +1,4 @@
-"""Private names of torch that checkpoints use, beside those of `comm.torch_private`; see there."""
+"""Private names of torch that checkpoints use, in addition to those of `comm.torch_private`; see there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Python state (schedules, scalers, hyper-parameters) as JSON, and back, without losing a type or a bit.
+"""Convert Python state (schedules, scalers, hyperparameters) to JSON and back without loss of types or precision.
 
-JSON has no tuples, no infinities and no keys but strings, and schedules use all three. What plain JSON cannot say is
-an object with the key `$`. Tensors go to a data file and leave their name behind. Anything else is refused: there is
-no pickle, so a checkpoint cannot run code.
+JSON does not have tuples, infinities or keys other than strings, and schedules use all three. A value that plain JSON
+cannot express becomes an object with the key `$`. Tensors go to a data file and are replaced with their names. Any
+other value is an error. No pickle is used, so a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _TAG = "$"
 
 
 def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
-    """Return `value` as JSON. Its tensors go into `tensors`, by the path `where` they are found."""
+    """Convert `value` to JSON.
+
+    Tensors in it are added to `tensors`, keyed by their paths, which start with `where`.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a long double is its own
@@ -62,7 +65,10 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def encode_plain(value: Any, *, where: str) -> JsonValue:
-    """Return `value` as JSON, where there is no file for tensors: one of a single element is its number."""
+    """Convert `value` to JSON without a file for tensors.
+
+    A tensor with a single element is converted to a number.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     tensors: dict[str, torch.Tensor] = {}
@@ -91,7 +97,10 @@ def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
 
 
 class AnyTensor(dict[str, None]):
-    """Stands for every tensor that a value names, and keeps the names: to see whether it can be decoded."""
+    """A mapping that accepts the name of any tensor and records it.
+
+    It is used to check whether a value can be decoded.
+    """
 
     def __contains__(self, name: object) -> bool:
         return True

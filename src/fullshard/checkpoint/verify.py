@@ -1,4 +1,4 @@
-"""Prove a checkpoint, without a process group or a model: every file, every byte, every element."""
+"""Verify every file, byte and element of a checkpoint, without a process group or a model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from fullshard.core.sizes import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The findings of `verify_checkpoint`. `str()` is for people.
+    """The result of `verify_checkpoint`. `str()` returns a readable report.
 
     Attributes:
         path: the checkpoint.
-        problems: one line each; empty if the checkpoint is whole.
-        num_files, nbytes: data files and their size.
-        manifest: its manifest; None if that is what is damaged.
+        problems: one line for each problem; empty if the checkpoint is valid.
+        num_files, nbytes: number and total size of the data files.
+        manifest: its manifest, or None if the manifest itself is damaged.
     """
 
     path: Location
@@ -46,7 +46,7 @@ class Verification:
 
     @property
     def is_valid(self) -> bool:
-        """Return whether there are no faults."""
+        """Return whether there are no problems."""
         return not self.problems
 
     def raise_if_damaged(self) -> None:
@@ -64,13 +64,13 @@ class Verification:
 
 
 def verify_checkpoint(path: str | Location) -> Verification:
-    """Read every byte of a checkpoint and list all that is wrong with it.
+    """Read every byte of a checkpoint and list all problems.
 
     Args:
         path: the checkpoint directory.
 
     Returns:
-        The findings; damage is not an exception here, see `Verification.raise_if_damaged`.
+        The result. Damage does not raise an error here; see `Verification.raise_if_damaged`.
     """
     directory = location(path)
     try:
@@ -88,9 +88,9 @@ def verify_checkpoint(path: str | Location) -> Verification:
 
 
 def verify_parts(path: str | Location) -> list[Verification]:
-    """Verify every part of a checkpoint of several models; of one model the only one. See `verify_checkpoint`.
+    """Verify every part of a checkpoint of several models, or the only part of any other. See `verify_checkpoint`.
 
-    Of a `checkpoint-N` of Trainer's it is the checkpoint inside.
+    For a Trainer `checkpoint-N`, the checkpoint inside it is verified.
     """
     directory = trainer_state(location(path))
     found = [verify_checkpoint(part) for part in part_paths(directory) or [directory]]
@@ -99,13 +99,16 @@ def verify_parts(path: str | Location) -> list[Verification]:
 
 
 def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
-    """Return the faults in every `parts`-th data file of some kinds, from number `part` on; reads every byte."""
+    """Return the problems of every `parts`-th data file of the given kinds, starting with number `part`.
+
+    Every byte of these files is read.
+    """
     names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
     return [problem for name in names[part::parts] for problem in problems_of_file(directory / name, manifest)]
 
 
 def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
-    """Return the missing parts of checkpoints that count only together."""
+    """Return the missing parts of checkpoints that are valid only together."""
     names = {part.name for part, _ in parts}
     return [
         f"{part} was saved as one of {manifest.parts} parts, {len(parts)} are there: {', '.join(sorted(names))}"
@@ -115,7 +118,10 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 
 
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
-    """Return the faults that show without reading data: records that contradict, files missing or cut."""
+    """Return the problems that can be found without reading data.
+
+    These are contradictory records, and files that are missing or truncated.
+    """
     files = manifest.files
     if isinstance(directory, ObjectPath):  # in one request; intact files need no other
         there = sizes_in(directory, files)
@@ -127,7 +133,10 @@ def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
 
 
 def structure_problems(manifest: Manifest) -> list[str]:
-    """Return contradictions in a manifest: elements in no file or in two, unknown dtypes, unknown parameters' state."""
+    """Return the contradictions in a manifest.
+
+    Examples are elements that are in no file or in two, unknown dtypes, and state of unknown parameters.
+    """
     problems = []
     held: dict[str, int] = {}
     for file, tensor, record in manifest.tensors():
@@ -158,7 +167,10 @@ def pieces_of(record: TensorRecord) -> list[PieceRecord]:
 
 
 def coverage_problems(pieces: Sequence[PieceRecord], numel: int) -> list[str]:
-    """Return the reasons why `pieces`, sorted by start, are not each of `numel` elements exactly once."""
+    """Return why `pieces`, sorted by start, do not hold each of `numel` elements exactly once.
+
+    Return an empty list if they do.
+    """
     problems = []
     end, last = 0, -1
     for piece in pieces:
@@ -192,7 +204,7 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
 
 
 def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
-    """Return values that cannot be decoded; put the tensors that the others name into `named`."""
+    """Return the values that cannot be decoded. Add the names of tensors in the other values to `named`."""
     values = dict(manifest.states)
     if (optimizer := manifest.optimizer) is not None:
         for number, group in enumerate(optimizer.groups):
@@ -210,7 +222,7 @@ def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
 
 
 def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
-    """Return the faults in one data file; reads every byte."""
+    """Return the problems of one data file, of which every byte is read."""
     record = manifest.files[path.name]
     if problem := size_problem(path, record, chunk_nbytes=manifest.chunk_nbytes):
         return [problem]
@@ -228,7 +240,7 @@ def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
 
 
 def _content_problems(path: Location, reader: TensorFileReader, manifest: Manifest) -> list[str]:
-    """Return the differences between a file's tensors and those the manifest expects in it."""
+    """Return the differences between the tensors of a file and those that the manifest lists for it."""
     kind, _, rank = path.name.partition(".")[0].rpartition("-rank")
     if kind == "state" and int(rank) == 0:
         _value_problems(manifest, named := AnyTensor())

@@ -1,7 +1,7 @@
-"""Directories of weights as Hugging Face writes them, read by intervals.
+"""Read directories of weights in Hugging Face's format by intervals.
 
-Other people write these files, so nothing in them is believed: an index names files of its own directory only, and a
-header describes tensors that lie in the file, none of them twice.
+These files come from other people, so they are not trusted: an index may only name files in its own directory, and a
+header may only describe tensors that lie inside the file and do not overlap.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _STAGING_NBYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
-    """A tensor that can be read by intervals: stored in a file, or made of such.
+    """A tensor that can be read by intervals. It is stored in a file or computed from stored tensors.
 
-    `where` names its place in messages; `read` fills a tensor with an interval of the flattened whole, cast on the way.
-    `coded`: the codes and scales that its values are made of, if it is quantised.
+    `where` describes its location for messages. `read` fills a tensor with an interval of the flattened full tensor and
+    casts it. `coded` holds the codes and scales of a quantised tensor, or is None.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class TensorSource:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
 
@@ -65,7 +65,7 @@ class TensorSource:
 class Coded:
     """The parts of a weight that files hold as codes, by name, each flattened in the order of the blocks.
 
-    `mark`: what has the weight stay so at rest; None if no stored form has such blocks.
+    `mark` marks the weight to keep its codes at rest. It is None if no stored form has such blocks.
     """
 
     form: StoredForm
@@ -73,7 +73,7 @@ class Coded:
     parts: Mapping[str, TensorSource]
 
     def fill(self, interval: Interval, out: Mapping[str, torch.Tensor]) -> None:
-        """Read the parts of elements `interval`, which begins between two atoms."""
+        """Read the parts of the elements `interval`, which must begin at a multiple of the form's atom."""
         for part in self.form.parts:
             items = Interval(part.numel(interval.start), part.numel(interval.stop))
             self.parts[part.name].read(items, out[part.name])
@@ -81,7 +81,10 @@ class Coded:
 
 @torch.no_grad()
 def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, out: torch.Tensor) -> None:
-    """Fill `out` with elements of a tensor that begins at byte `first` of a file, through a small buffer."""
+    """Fill `out` with elements of a tensor that starts at byte `first` of a file.
+
+    The elements are read through a small buffer.
+    """
     per_round = _STAGING_NBYTES // dtype.itemsize
     with path.open("rb") as file:
         file.seek(first + interval.start * dtype.itemsize)
@@ -94,7 +97,10 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
 
 
 def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
-    """Return the directory itself, or that of the hub's cache. Downloads it first if need be."""
+    """Return the directory itself or, for a hub name, the directory in the hub's cache.
+
+    The files are downloaded first if necessary.
+    """
     path = local_path(name_or_path)
     if path.is_dir():
         return path
@@ -116,9 +122,10 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
 
 
 def weights_file(directory: Path) -> Path | None:
-    """Return the file of a directory that holds its weights, or the index of several; None if it has no weights.
+    """Return the file in a directory that holds its weights, or the index of several. Return None if it has no weights.
 
-    Refuse weights that cannot be read here: of another name or format, an adapter's, a checkpoint's.
+    Raises `CheckpointError` for weights that cannot be read here, because they have another name or format or belong to
+    an adapter or a checkpoint.
     """
     for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME):
         if (directory / name).is_file():
@@ -141,7 +148,7 @@ def has_safetensors(directory: Path) -> bool:
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Return every tensor of a directory of safetensors files, or pickled ones of torch's, by name."""
+    """Yield every tensor of a directory of safetensors or pickled torch files, by name."""
     path = weights_file(directory)
     if path is None:
         raise CheckpointError(
@@ -162,9 +169,9 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def indexed_files(index: Path) -> dict[Path, list[str]]:
-    """Return the files that an index names, each with the names of the tensors in it.
+    """Return the files that an index names, with the names of the tensors in each file.
 
-    Refuse an index that is malformed or points outside its directory.
+    Raises `CheckpointError` if the index is malformed or points outside its directory.
     """
     weight_map = json_file(index, limit_nbytes=MAX_HEADER_NBYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -176,12 +183,12 @@ def indexed_files(index: Path) -> dict[Path, list[str]]:
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Return every tensor of one file by name. Raises `CheckpointError` if it is cut or malformed."""
+    """Yield every tensor of one file by name. Raises `CheckpointError` if the file is truncated or malformed."""
     return _safetensors_of(path) if path.suffix == ".safetensors" else _pickled_tensors(path)
 
 
 def _pickled_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Return the tensors of a file that `torch.save` has written, without running any code that is in it."""
+    """Yield the tensors of a file that `torch.save` wrote, without running any code in it."""
     tensors = load_torch_file(path)
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{path} holds a {type(tensors).__name__}, not tensors by name")
@@ -209,7 +216,10 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
-    """Return the JSON object of a file. Raises `CheckpointError` if it has none, cannot be read, or is larger."""
+    """Return the JSON object in a file.
+
+    Raises `CheckpointError` if the file has no object, cannot be read, or is larger than `limit_nbytes`.
+    """
     try:
         return read_object(path, limit_nbytes=limit_nbytes)
     except OSError as error:
