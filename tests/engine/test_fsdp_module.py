@@ -447,7 +447,7 @@ def check_named_axes() -> None:
     for wrong in ({"shard": ("copies", "dp")}, {"shard": "dp", "replicate": "dp"}):
         with pytest.raises(ConfigError, match=r"dp_mesh_dims = .*\nhint: name each axis once"):
             fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(**wrong))
-    with pytest.raises(ConfigError, match=r"shard_size=1 cannot be combined with .*whose axes already define"):
+    with pytest.raises(ConfigError, match=r"shard_size=1 cannot be combined with .*its axes already define"):
         init_mesh(device_mesh=mesh["dp", "copies"], shard_size=1)
     # Of the same mesh as the one that replicates, which is not taken for this one's.
     shared: Any = fully_shard(nn.Linear(6, 4), mesh=mesh["dp"])

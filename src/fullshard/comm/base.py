@@ -37,7 +37,7 @@ class Packing(Protocol):
         """Fill `full` with the unpacked intervals of all ranks. This rank's interval is `main`."""
 
     def reduce(self, collectives: Collectives, full: torch.Tensor, how: Reduction) -> Work:
-        """Run `Collectives.reduce_scatter` on packed intervals: send one to each rank and sum the ones received."""
+        """Run `Collectives.reduce_scatter`, but send each interval packed, then unpack and sum those that arrive."""
 
     def nbytes(self, numel: int) -> int:
         """Return the length of a message in bytes, a multiple of 16."""

@@ -54,7 +54,7 @@ class GlooCollectives(NativeCollectives):
         return filling(arriving, works)
 
     def _messages(self, there: Sequence[torch.Tensor], here: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
-        """Send peers their parts of `there` and receive into `here`. Each round sends to one and receives from one."""
+        """Send peers their parts of `there` and receive into `here`, with one peer per direction in each round."""
         works = []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size

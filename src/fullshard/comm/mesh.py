@@ -40,7 +40,7 @@ _SAME_MODEL = "build the same model from the same configuration, and load the sa
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """The place of this rank among all ranks. Call `init_mesh` to get one; it caches meshes.
+    """The place of this rank among all ranks. To get a mesh, call `init_mesh`, which caches meshes.
 
     Attributes:
         gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
@@ -86,7 +86,7 @@ class Mesh:
         return self.rank == self.ranks[0]
 
     def neighbours(self, size: int) -> Collectives:
-        """Return gathers among `size` consecutive ranks of the shard axis, which must make the first call together."""
+        """Return collectives among `size` consecutive shard ranks, which must make the first call together."""
         if size not in self._neighbours:
             assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbours
             first = self.shard_rank // size * size
@@ -291,7 +291,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
     only_replicates = shard_size == 1 and device_mesh.ndim == 1
     if shard_size is not None and not only_replicates:
         raise ConfigError(
-            f"shard_size={shard_size} cannot be combined with {device_mesh}, whose axes already define the shard size",
+            f"shard_size={shard_size} cannot be combined with {device_mesh}: its axes already define the shard size",
             hint="leave shard_size out, or pass 1 with a one-dimensional mesh to replicate along its only axis",
         )
     if device_mesh.ndim not in (1, 2):

@@ -42,7 +42,7 @@ class ResizedBuffer(FullBuffer):
         return self._collectives.all_gather(self.full, tag=tag)
 
     def gather_from(self, part: torch.Tensor, neighbours: Collectives, *, tag: int) -> Work:
-        """Fill `full` with the parts that neighbours have kept. `part` is this rank's, and includes its interval."""
+        """Fill `full` with the parts kept by the neighbours. `part` was kept by this rank and has its interval."""
         self._allocate()
         own_interval(self.full, neighbours.rank, neighbours.size).copy_(part)
         return neighbours.all_gather(self.full, tag=tag)

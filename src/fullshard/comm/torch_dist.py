@@ -49,7 +49,7 @@ def as_sent(flat: torch.Tensor) -> torch.Tensor:
 
 
 class PersistentBuffer(FullBuffer):
-    """A buffer that holds the main weights of a single rank. They need no gather because they have its dtype."""
+    """The main weights of a single rank, used as the unsharded buffer because they already have its dtype."""
 
     is_persistent = True
     nbytes = 0

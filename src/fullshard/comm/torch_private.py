@@ -91,7 +91,7 @@ _NOTHING = nullcontext()
 
 
 def without_transforms() -> AbstractContextManager[object]:
-    """Suspend `torch.func` transforms in a context, because messages have no memory under `vmap`. Since 2.4."""
+    """Suspend `torch.func` transforms in a context. Under `vmap`, messages would have no memory. Since 2.4."""
     return temporarily_clear_interpreter_stack() if are_transforms_active() else _NOTHING
 
 
@@ -264,7 +264,7 @@ def uncounted() -> AbstractContextManager[object]:
 
 
 class _Collective:
-    """A stand-in for a kernel, which tells `CommDebugMode` about work that is done elsewhere."""
+    """A stand-in for a kernel that reports work done elsewhere to `CommDebugMode`."""
 
     def __init__(self, packet: Any) -> None:
         self._overloadpacket = packet

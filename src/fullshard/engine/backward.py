@@ -46,7 +46,7 @@ class Backward:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether backward has reached the model and neither ended nor been found to have failed."""
+        """Return whether a backward of the model is in progress, or has failed without being noticed yet."""
         return self.hookless_calls.backward is not None
 
     def note_call(self, unit: Unit) -> None:

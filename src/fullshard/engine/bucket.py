@@ -36,7 +36,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Bucket(BucketSpec):
-    """The memory of one bucket, and the operations that unshard and reshard it. `BucketSpec` has its layout.
+    """The memory of one bucket, and the operations that unshard and reshard it. `BucketSpec` adds the layout.
 
     Attributes:
         has_gradient: whether the bucket has ever been trainable. Only then does `gradient` exist.

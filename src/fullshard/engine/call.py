@@ -165,7 +165,7 @@ def _below(outputs: Sequence[Node]) -> list[Node]:
     """Return the nodes below all of `outputs` in a graph. Nodes that accumulate gradients have higher numbers.
 
     None of these nodes leads to an output, because the hook of an output owns the call. If the call owned a node that
-    does lead to one (that of the logits beside the loss, for example), the graph would never be freed: Python's garbage
+    does lead to one (such as the node of the logits beside the loss), the graph would never be freed: Python's garbage
     collector does not traverse it.
     """
     first = min(map(torch_private.number_of, outputs))

@@ -36,7 +36,7 @@ class BucketEnd(NamedTuple):
 
 
 class EndOfBackward:
-    """The message of one rank, or of all ranks after `exchange`. All ranks have equally many notes and buckets."""
+    """The message of one rank or, after `exchange`, of all. Each rank has the same number of notes and buckets."""
 
     def __init__(self, notes: Sequence[bytes], buckets: Sequence[BucketEnd]) -> None:
         self._note_sizes, self._sizes = [len(note) for note in notes], [len(bucket.used) for bucket in buckets]

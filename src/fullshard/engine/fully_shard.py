@@ -42,7 +42,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Make `module` a unit in place: shard its parameters, except those of units inside it.
+    """Make `module` a unit in place: shard its parameters, except the parameters of units inside it.
 
     Call it on inner modules first and on the model last. Parameters on the meta device stay there until
     `model.to_empty(device=)` or `load_state_dict`. After `to_empty`, they are NaN until they are initialised.
@@ -231,7 +231,7 @@ def check_not_managed(plans: Iterable[UnitPlan]) -> None:
 
 
 def _data_axes(mesh: object, dims: Any) -> DataAxes | None:
-    """Return the mesh and the axes of it that `dims` names, or None if it names none."""
+    """Return the mesh and its axes that `dims` names, or None without `dims`."""
     if dims is None or not isinstance(mesh, DeviceMesh):
         return None
     names = list(mesh.mesh_dim_names or ())

@@ -1,4 +1,4 @@
-"""Hooks that tell a unit when autograd has produced the gradients of its parameters.
+"""Hooks that notify a unit when autograd has produced the gradients of its parameters.
 
 A hook on each original parameter runs once autograd has added up all uses of the parameter, and collects the gradient.
 Hooks hold no strong references: autograd stores them where Python's garbage collector cannot find them, so a strong

@@ -51,7 +51,7 @@ class ParameterKind:
     # -- before parameters are sharded --------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
-        """Turn all tensors of a model that must be sharded into parameters, before units divide them up.
+        """Turn all tensors that must be sharded into parameters, before a model is divided into units.
 
         `is_read_later` means that tensors on the meta device get their values from files, each rank reading its part.
         """
@@ -124,11 +124,11 @@ class ParameterKind:
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec, still without a name, of a parameter of which this rank shards `shape`."""
+        """Return the spec, still without a name, of a parameter. This rank shards a tensor of `shape`."""
         return (RowSpec if slot.by_rows else ShardSpec)(mesh, shape, placement, Name(), reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return a function that converts autograd's gradient to that of `plain`, or None if they are equal."""
+        """Return a function that converts autograd's gradient to the gradient of `plain`, or None if they are equal."""
         return None
 
 

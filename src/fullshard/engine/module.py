@@ -35,7 +35,7 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """The class mixed into the class of every module that is a unit. Its method names are torch's.
+    """The mixin of every module that is a unit. Its methods have the names of torch's methods.
 
     An instance is also an instance of torch's class, because scripts, trainers and pipeline schedules check for it. No
     code of torch's class runs: this class or a subclass defines each of its methods, and any method that a later

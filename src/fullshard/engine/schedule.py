@@ -31,7 +31,7 @@ _SETTINGS: Mapping[str, Any] = {
 
 
 class Schedule:
-    """What the units of one model share: settings, steps and the order of work. Extensions call it a model.
+    """The state shared by the units of one model: settings, steps and order of work. Extensions call it a model.
 
     Attributes:
         units: the units, inner ones before the units that contain them; empty until the model is assembled.

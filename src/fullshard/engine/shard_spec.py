@@ -211,7 +211,7 @@ class ShardSpec:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the groups whose ranks own different elements. A sum over all elements is reduced over each."""
+        """Return the groups in which ranks own different elements. A sum of all elements spans all of them."""
         found = (self.mesh.shard_group, self.outer_group if self.is_chunked else None)
         return tuple(group for group in found if group is not None)
 

@@ -19,7 +19,7 @@ from fullshard.engine.shard_spec import RowSpec, ShardSpec
 
 
 class SpreadTensor(DTensor):
-    """A DTensor over the ranks of a spec, each of which stores part or all of it.
+    """A DTensor over the ranks of a spec. Each rank stores part or all of it.
 
     `spec` belongs to the parameter itself, or to the parameter from which the tensor was computed.
     """
@@ -42,7 +42,7 @@ class SpreadTensor(DTensor):
 
 
 class ShardedTensor(SpreadTensor):
-    """A tensor of which each rank stores an interval, shape (n,), of the flattened elements.
+    """A tensor distributed over ranks. Each rank stores an interval, shape (n,), of the flattened elements.
 
     Args:
         local: this rank's interval.
@@ -94,7 +94,7 @@ class ShardedTensor(SpreadTensor):
 
 
 class RowTensor(ShardedTensor):
-    """A tensor of which this rank stores complete rows (`RowSpec`). torch sees their shape and `Shard(0)`."""
+    """A sharded tensor with complete rows on each rank (`RowSpec`). torch sees their shape and `Shard(0)`."""
 
     @property
     def _local_tensor(self) -> torch.Tensor:

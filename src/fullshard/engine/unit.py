@@ -3,7 +3,7 @@
     pre-forward       move inputs to the device, unshard, prefetch the next unit, cast and watch inputs
     post-forward      watch the outputs' gradients, reshard, cast outputs
     pre-backward      unshard, prefetch the previous unit (runs when the gradient of an output exists)
-    post-backward     reshard, hand the gradients over for reduction (runs when those of all inputs exist)
+    post-backward     reshard, hand the gradients over for reduction (runs when all inputs have gradients)
 
 One forward of the unit to which autograd may return is a `Call` (`engine.call`). Calls are referenced weakly: the hooks
 on the outputs own them, so a dropped graph also drops its calls.

@@ -150,7 +150,7 @@ class UnitParameters:
                 bucket.issue_unshard(exactly=exactly)
 
     def unshard(self, *, exactly: bool = False) -> None:
-        """Unshard the parameters, and wait until they are complete. With `exactly`, never round what is sent."""
+        """Unshard the parameters, and wait until they are complete. With `exactly`, messages are not rounded."""
         self.issue_unshard(exactly=exactly)
         if self.state is UnitState.GATHERING:
             with self.waiting("unshard"), torch_private.without_transforms():
@@ -227,7 +227,7 @@ class UnitParameters:
             self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
 
     def waiting(self, phase: str) -> Waiting:
-        """Return a context for waits of this rank for other ranks in this phase."""
+        """Return a context in which this rank waits for other ranks during this phase."""
         wait = self._waits.get((self.name, phase))
         if wait is None:
             wait = self._waits[self.name, phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])

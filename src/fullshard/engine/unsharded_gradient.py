@@ -92,7 +92,7 @@ class UnshardedGradient:
         self.fired.clear()
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
-        """Collect `grad` in the unused `piece`. If `piece` is None, create it or add to the one used before."""
+        """Collect `grad` in the unused `piece`. If there is none, create a piece or add to the one in use."""
         if self.used_up_by:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: another part of its gradient "
@@ -181,7 +181,7 @@ class UnshardedGradient:
         return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
 
     def forget_used(self) -> None:
-        """Forget which parameters were used, because all ranks have published this."""
+        """Forget which parameters were used, after the gradients have been published on all ranks."""
         self.used = bytearray(len(self.used))
 
     def clear(self) -> None:

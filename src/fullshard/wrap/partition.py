@@ -39,7 +39,7 @@ class Slot:
 
     @property
     def statistics_dtype(self) -> torch.dtype | None:
-        """Return the dtype of running statistics beside the parameter, as in a batch norm, or None if there are none.
+        """Return the dtype of the running statistics in the parameter's module (a batch norm), or None without any.
 
         The parameter must compute in this dtype.
         """
@@ -129,7 +129,7 @@ def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> Wrap
 
 
 def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
-    """Return the names of the parameters with the ids `wanted` for a message: three, and the number of others."""
+    """Return up to three names of the parameters with the ids `wanted`, and the number of others, as a text."""
     names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
     return first_of(names, 3)
 

@@ -105,7 +105,7 @@ WrapPolicy = ByClass | BySize | ByPredicate | NoWrap | Auto
 
 
 def parse_policy(value: object) -> WrapPolicy:
-    """Convert one of the forms in which users write a policy to a policy.
+    """Convert any form in which users may specify a policy to a policy object.
 
     Accepted forms are a policy, None or `"auto"`, `"none"`, class names separated by commas, a class, an iterable of
     classes and names, or a function of a module.
@@ -197,7 +197,7 @@ def _by_class(policy: ByClass, model: nn.Module, candidates: _Modules) -> set[in
 
 
 def _unmatched(model: nn.Module, wanted: str | type[nn.Module], candidates: _Modules) -> WrapError:
-    """Return the error for a class whose modules cannot be units."""
+    """Return the error for a class without modules that can be units."""
     name = wanted if isinstance(wanted, str) else wanted.__name__
     sizes: defaultdict[str, list[int]] = defaultdict(list)
     for module in candidates.values():

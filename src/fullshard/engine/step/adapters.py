@@ -41,7 +41,7 @@ class OptimizerAdapter:
         return ""
 
     def is_laid_out(self, optimizer: Any, key: str) -> bool:
-        """Return whether to give a state tensor with this key and a parameter's shape the parameter's layout."""
+        """Return whether a state tensor with this key and a parameter's shape gets the parameter's layout."""
         return True
 
     def values(self, kept: Any) -> Any:
