@@ -1,9 +1,9 @@
-"""Directories whose weights are quantised already: sources of the values, and of the codes and scales as they are.
+"""Read directories with quantised weights as sources of their values and of their unchanged codes and scales.
 
 | `quant_method` | tensors of weight `X` | stored form |
 |---|---|---|
-| `mxfp4` (gpt-oss's experts) | `X_blocks`, `X_scales`; blocks run along the last dim but one of `X` | `mxfp4` |
-| `fp8` (DeepSeek-V3, Qwen3) | `X`, `X_scale_inv`: a scale for each of, say, 128 x 128 elements | `fp8` |
+| `mxfp4` (gpt-oss's experts) | `X_blocks`, `X_scales`; blocks run along the second-to-last dim of `X` | `mxfp4` |
+| `fp8` (DeepSeek-V3, Qwen3) | `X`, `X_scale_inv`: one scale per block, for example of 128 x 128 elements | `fp8` |
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ _Sources = Mapping[str, TensorSource]
 
 
 def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
-    """Return a model's configuration that says nothing of its quantised files, and what it said; None: nothing.
+    """Return a copy of a model's configuration without its quantisation settings, and these settings.
 
-    `asked` is the caller's `quantization_config`. As in Transformers, it can only ask for the values (`dequantize`).
+    The settings are None if the configuration has none. `asked` is the caller's `quantization_config`. As in
+    Transformers, it can only request the values (`dequantize`).
 
     Raises:
-        ConfigError: files that cannot be read here, or another method is asked for.
+        ConfigError: the files cannot be read here, or `asked` is of another method.
     """
     config = copy.deepcopy(config)
     said = getattr(config, "quantization_config", None)
@@ -54,12 +55,12 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
 
 
 def decoded_sources(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
-    """Return the tensors of a directory with one source for each quantised weight, instead of its codes and scales."""
+    """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales."""
     return _READERS[_method(quantisation)](stored, quantisation)
 
 
 def stored_values(directory: Path) -> dict[str, TensorSource]:
-    """Return every tensor of a directory by name, quantised weights by their values."""
+    """Return every tensor of a directory by name. The sources of quantised weights return their values."""
     path, stored = directory / "config.json", dict(stored_tensors(directory))
     said = json_file(path, limit_nbytes=MAX_HEADER_NBYTES).get("quantization_config") if path.is_file() else None
     if said is None:
@@ -69,7 +70,7 @@ def stored_values(directory: Path) -> dict[str, TensorSource]:
 
 
 def is_to_be_decoded(quantisation: Any) -> bool:
-    """Return whether a `quantization_config` asks for the values of quantised weights."""
+    """Return whether a `quantization_config` requests the values of quantised weights."""
     return quantisation is not None and bool(_setting(quantisation, "dequantize"))
 
 
@@ -132,7 +133,10 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
 
 
 def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Sequence[int] | None) -> TensorSource:
-    """Return the source of a weight with a scale for each block of rows and columns; `block` None: one for all."""
+    """Return the source of a weight with one scale for each block of rows and columns.
+
+    If `block` is None, one scale applies to the complete weight.
+    """
     *others, rows, columns = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
     height, width = (rows, columns) if block is None else block
     grid = (*others, -(-rows // height), -(-columns // width))
@@ -157,7 +161,10 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
 def _read_spread(
     scales: TensorSource, rows: tuple[int, int], columns: torch.Tensor, interval: Interval, out: torch.Tensor
 ) -> None:
-    """Read scales as if each row of a matrix had its own; `rows` are those of a matrix and of a block of it."""
+    """Read scales as if every row of a matrix had its own.
+
+    `rows` holds the number of rows in a matrix and in a block.
+    """
     first, stop = interval.start // len(columns), -(-interval.stop // len(columns))
     per_matrix, per_row = -(-rows[0] // rows[1]), int(columns[-1]) + 1
     index = torch.arange(first, stop)
@@ -180,7 +187,7 @@ def _partner(stored: _Sources, name: str, key: str) -> TensorSource:
 def _coded_source(
     shape: tuple[int, ...], form: StoredForm, parts: list[TensorSource], *, is_transposed: bool = False
 ) -> TensorSource:
-    """Return the source of a weight of which files hold the parts, each flattened in the order of the blocks."""
+    """Return the source of a weight from the parts in the files, each flattened in the order of the blocks."""
     mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
     coded = Coded(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
     read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
@@ -191,7 +198,10 @@ def _coded_source(
 
 @torch.no_grad()
 def _read_decoded(coded: Coded, numel: int, interval: Interval, out: torch.Tensor) -> None:
-    """Fill `out` with elements `interval`, counted in the order of the blocks; a piece of them is decoded at a time."""
+    """Fill `out` with elements `interval`, counted in the order of the blocks.
+
+    They are decoded in pieces to limit the use of memory.
+    """
     form = coded.form
     for start in range(interval.start // form.atom * form.atom, interval.stop, CPU_PIECE_NUMEL):
         piece = Interval(start, min(start + CPU_PIECE_NUMEL, -(-interval.stop // form.atom) * form.atom, numel))
