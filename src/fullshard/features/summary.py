@@ -33,7 +33,7 @@ class Sharding:
         kept: number of units that stay unsharded between forward and backward although the strategy frees them.
         offload: parts that are kept in host memory.
         host_nbytes: bytes of shards in host memory, excluding optimizer state and gradients.
-        at_rest: forms of weights stored as codes, each with the number of weights; empty if there are none.
+        at_rest: forms of weights stored as codes, each with the number of elements; empty if there are none.
         packed: values that are rounded before they are sent, or why a request for this has no effect; empty if none.
     """
 

@@ -1,4 +1,4 @@
-"""Select the modules that become units, and warn if too much is left to the root."""
+"""Select the modules that become units, and warn if too many parameters stay in the root."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fullshard.wrap.policies import (
 
 
 def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return the input embedding and the head, which are to be units of their own, outside the outermost unit.
+    """Return the input embedding and the head, which should be separate units.
 
-    The outermost unit stays unsharded through a whole step, and so does its gradient through the whole backward. With a
-    large vocabulary these two are most of it.
+    The outermost unit stays unsharded during a complete step, and its gradient during the complete backward. With a
+    large vocabulary these two modules are most of it.
     """
     embedding, head = _named_by(model, "input"), _named_by(model, "output")
     name, hint = type(model).__name__, "leave wrap_embeddings out"
@@ -41,14 +41,14 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the embeddings, and the head if the model names it."""
+    """Yield the embeddings, and the head if the model identifies it."""
     yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
     if (head := _named_by(model, "output")) is not None:
         yield head
 
 
 def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
-    """Return the embedding of the input tokens, or the head, if the model names it."""
+    """Return the embedding of the input tokens, or the head, if the model identifies it."""
     with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
         found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
         return found if isinstance(found, nn.Module) else None
@@ -62,17 +62,17 @@ _SHOWN_MODULES = 3
 
 
 def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
-    """Return the modules that `policy` makes units of, in definition order, each once, without the root.
+    """Return the modules that `policy` selects as units, in definition order, without duplicates or the root.
 
-    Modules that are units already are left out, as are modules without parameters. Nested units are allowed.
+    Modules that are already units and modules without parameters are skipped. Nested units are allowed.
 
     Args:
-        model: the model; on the meta device as well.
-        policy: anything `parse_policy` takes.
+        model: the model, which may be on the meta device.
+        policy: any value that `parse_policy` accepts.
 
     Warns:
-        UserWarning: The policy is not `NoWrap` and yet much of the model is left to the root, embeddings and head
-            apart; the text has the share, the bytes and the largest modules of it.
+        UserWarning: The policy is not `NoWrap`, but a large part of the model besides embeddings and head stays in the
+            root. The text gives its fraction, bytes and largest modules.
     """
     parsed = parse_policy(policy)
     selected = selected_modules(model, parsed)
@@ -82,9 +82,9 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
 
 
 def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) -> None:
-    """Warn if much of `model` is in no unit: every rank holds that unsharded through a whole step.
+    """Warn if a large part of `model` is in no unit, because every rank holds it unsharded for a complete step.
 
-    Embeddings and the head do not count: they are large in small models, and the root is where they usually are.
+    Embeddings and the head do not count: in small models they are large, and they usually belong to the root.
     """
     inside = {id(p) for unit in units for p in unit.parameters()}
     usual = {id(p) for module in embeddings_of(model) for p in module.parameters()}
@@ -110,7 +110,7 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
 
 
 def _largest(model: nn.Module, rest: dict[int, nn.Parameter], inside: set[int]) -> list[str]:
-    """Return the largest modules that hold parameters of `rest` and none of any unit, each with its class and size."""
+    """Return names, classes and sizes of the largest modules with parameters of `rest` and none of a unit."""
     found: list[tuple[int, str]] = []
 
     def visit(module: nn.Module, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Keep parameters whole for code that is no forward or backward."""
+"""Keep parameters unsharded for code outside of forward and backward."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fullshard.engine.unit_parameters import UnitState
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
-    """Keep all parameters of `model` whole inside, through forwards too: for `generate()` or inspection.
+    """Keep all parameters of `model` unsharded inside the block, including forwards, for example for `generate()`.
 
-    Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
-    unsharded bytes on every rank.
+    Entering is a collective. Inside the block, ranks may run different numbers of forwards. Every rank needs memory for
+    the complete unsharded model.
 
     Args:
         model: a sharded model or a part of one.
-        writeback: keep in-place changes of the parameters, which every rank must make alike; otherwise they are
-            dropped.
-        recurse: False: only the units that hold the module's own parameters, for code that computes with a head's
-            weight by itself. All others are gathered as they are used.
+        writeback: keep in-place changes of the parameters, which must be the same on every rank. Otherwise, changes are
+            discarded.
+        recurse: if False, unshard only the units that hold the module's own parameters, for code that uses only a
+            head's weight. All other units are gathered as they are used.
 
     Raises:
-        LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank
-            owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
+        LifecycleError: Called inside a forward or backward. Also raised if parameters were changed without `writeback`
+            where a rank owns them completely (one rank, or NO_SHARD), so that the change cannot be discarded.
     """
     units = units_of(model) if recurse else _owners(model)
     if torch_private.backward_under_way() != -1 or any(unit.schedule.forward.is_under_way for unit in units):
@@ -74,6 +74,6 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
 
 
 def _owners(module: nn.Module) -> list[Unit]:
-    """Return the units that hold the module's own parameters."""
+    """Return the units that hold the parameters of the module itself."""
     held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
     return list(dict.fromkeys(sharded.bucket.owner for sharded in held if sharded is not None))

@@ -1,4 +1,4 @@
-"""Wrap methods of Transformers' and PEFT's models that expect whole parameters, or replace parameters.
+"""Wrap methods of Transformers and PEFT models that expect unsharded parameters, or replace parameters.
 
 Each module of a sharded model that has such a method gets a wrapper around it.
 """
@@ -24,7 +24,7 @@ from fullshard.features.torch_compat.state import TorchState
 
 
 def replace_methods(module: nn.Module, unit: Unit) -> None:
-    """Wrap the methods of a module in the unit, or in a unit that it is around."""
+    """Wrap the methods of a module that is in the unit, or that contains units."""
     for found_by, name, around in (
         ("save_pretrained", "save_pretrained", _refuse_saving_intervals),
         ("prepare_inputs_for_generation", "generate", functools.partial(_generate_unsharded, unit=unit)),
@@ -36,7 +36,7 @@ def replace_methods(module: nn.Module, unit: Unit) -> None:
 
 
 def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
-    """Make `save_pretrained` of Transformers and PEFT an error: it would write intervals as whole tensors."""
+    """Make `save_pretrained` of Transformers and PEFT an error, because it would save intervals as weights."""
     save: Any = module.save_pretrained
 
     @functools.wraps(save)
@@ -60,7 +60,8 @@ def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
 def _keep_version(module: nn.Module) -> Callable[..., Any]:
     """Keep PEFT's adapters of a parameter (`target_parameters`) from counting as a change of its values.
 
-    They parametrize the parameter for the time of a forward. torch then sets it to itself, and counts that as a change.
+    They parametrize the parameter during a forward. torch then assigns the parameter to itself and counts this as a
+    change.
     """
     activate: Any = module._activate_lora
 
@@ -79,8 +80,8 @@ def _keep_version(module: nn.Module) -> Callable[..., Any]:
 def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
     """Keep the outermost unit unsharded during Transformers' `generate`.
 
-    `generate` also computes between forwards (features of images, encoders' outputs), and that code may hold parameters
-    of the outermost unit.
+    `generate` also computes between forwards (image features, encoder outputs), and that code may use parameters of the
+    outermost unit.
     """
     method: Any = module.generate
 
@@ -105,7 +106,7 @@ def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
 
 
 def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
-    """Make Transformers' `resize_token_embeddings` an error: no unit would own the new parameters."""
+    """Make Transformers' `resize_token_embeddings` an error, because no unit would own the new parameters."""
     resize: Any = module.resize_token_embeddings
 
     @functools.wraps(resize)
@@ -125,11 +126,11 @@ def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
 
 
 class TorchCompat(Extension):
-    """Show one model's units.
+    """Make the units of one model visible to torch.
 
     Attributes:
-        post_optim_event: what the next forward waits for before it gathers, once.
-        in_flight: how many reductions may be under way beside the one being collected.
+        post_optim_event: event that the next forward waits for once, before it gathers.
+        in_flight: number of reductions that may be in progress in addition to the one being collected.
     """
 
     settings: ClassVar[Mapping[str, Any]] = {"post_optim_event": None, "in_flight": REDUCTIONS_IN_FLIGHT}
@@ -137,7 +138,7 @@ class TorchCompat(Extension):
     in_flight: int
 
     def assembled(self) -> None:
-        """Give each unit a state of torch's, and wrap the methods that expect whole parameters."""
+        """Provide torch's state object for each unit, and wrap methods that expect unsharded parameters."""
         self.set_reductions_in_flight(self.in_flight)
         for unit in self.model.units:  # inner units first: each method is wrapped by the innermost unit around it
             for module in unit.modules:
@@ -151,7 +152,7 @@ class TorchCompat(Extension):
         self.in_flight = self.model.backward.reducer.order.in_flight = count
 
     def forward_begins(self) -> None:
-        """Wait for the event: gathers read main weights, which another stream may still be writing."""
+        """Wait for the event, because gathers read main weights that another stream may still be writing."""
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None

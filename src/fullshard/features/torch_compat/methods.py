@@ -1,4 +1,4 @@
-"""Methods of `FSDPModule` that exist because torch's have the names."""
+"""Methods of `FSDPModule` provided for compatibility with torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.features.torch_compat.state import TorchState
 
 
 def replicated(module: object, wrapper: str) -> LifecycleError:
-    """Return the error for a wrapper around a module that is or holds a unit."""
+    """Return the error for wrapping a module that is a unit or contains one."""
     return LifecycleError(
         f"{wrapper} around a sharded {user_class(module).__name__} would make replicas of this rank's intervals",
         hint="leave it out: the units reduce gradients over all ranks themselves",
@@ -29,7 +29,7 @@ def replicated(module: object, wrapper: str) -> LifecycleError:
 
 @functools.cache
 def check_data_parallel() -> None:
-    """Have DistributedDataParallel refuse sharded parameters, unless it is told to ignore them."""
+    """Make DistributedDataParallel reject sharded parameters that it is not told to ignore."""
     init: Any = DistributedDataParallel.__init__
 
     @functools.wraps(init)
@@ -90,7 +90,7 @@ def _fixed(name: str, is_so: Callable[..., object], why: str) -> Callable[..., N
 
 
 def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: torch.Tensor) -> None:
-    """Call a hook on a stream, in order with the work before and after it."""
+    """Call a hook on a stream, ordered after earlier work and before later work."""
     if reduced.device.type == "cpu" and not isinstance(stream, torch.cpu.Stream):  # nothing is under way on the host
         hook(reduced)
         return
@@ -103,15 +103,15 @@ def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: tor
 
 
 class TorchMethods(FSDPModule):
-    """`FSDPModule` with further methods, those of `_FIXED` besides. Their names and arguments are torch's."""
+    """Additional methods for `FSDPModule` besides those of `_FIXED`, with torch's names and arguments."""
 
     def reset_iter_state(self) -> None:
-        """Bring the model back to rest after a forward or backward that has raised; unreduced gradients are lost.
+        """Reset the model after a forward or backward that has raised; unreduced gradients are lost.
 
-        A step does that by itself when it begins; call this to do it earlier.
+        The next step does this automatically. Call this method to do it earlier.
 
         Raises:
-            LifecycleError: not called on the outermost unit.
+            LifecycleError: The module is not the outermost unit.
         """
         schedule = require_unit(self).schedule
         if require_unit(self) is not schedule.units[-1]:
@@ -122,18 +122,18 @@ class TorchMethods(FSDPModule):
         schedule.reset()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor of the sum of gradients over all ranks; the default is the number of ranks."""
+        """Set the divisor for the sum of gradients over all ranks; the default is the number of ranks."""
         require_unit(self).reduction.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, of which this is the older name."""
+        """Call `set_gradient_divide_factor`. This is its older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Choose whether backward makes this unit's parameters whole.
+        """Choose whether backward unshards the parameters of this unit.
 
-        False suits units whose backward does not read them, an embedding for example. If backward reads them after all,
-        autograd raises an error that they have changed.
+        False suits units with a backward that does not read the parameters, such as an embedding. If backward reads
+        them anyway, autograd raises an error that they have changed.
         """
         require_unit(self).unshard_in_backward = unshard_in_backward
 
@@ -142,22 +142,22 @@ class TorchMethods(FSDPModule):
         require_unit(self).prefetched_in_forward = [require_unit(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Set the units to unshard while this one runs backward, instead of the one before it."""
+        """Set the units to unshard while this one runs backward, instead of the one before it in recorded order."""
         require_unit(self).prefetched_in_backward = [require_unit(module) for module in modules]
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
 
-        The hook may change it in place: sum it over ranks of another mesh, say. Every rank calls it for the same
-        buckets, in the same order.
+        The hook may change the gradient in place, for example to sum it over the ranks of another mesh. Every rank
+        calls it for the same buckets in the same order.
 
         Args:
-            hook: the function; None removes it.
-            stream: call it there, in order with the work before and after. Not with a replicate axis, along which
-                gradients are reduced on a stream of the engine.
+            hook: the function, or None to remove it.
+            stream: stream to call it on, ordered with the work before and after. Not allowed with a replicate axis,
+                because the engine reduces gradients along that axis on a separate stream.
 
         Raises:
-            ConfigError: a stream and a replicate axis.
+            ConfigError: A stream is given, and there is a replicate axis.
         """
         unit = require_unit(self)
         if stream is not None and unit.mesh.replicate_size > 1:
@@ -171,16 +171,17 @@ class TorchMethods(FSDPModule):
         unit.reduction.hook = hook if hook is None or stream is None else functools.partial(_on_stream, hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Wait for `event` before the next forward gathers, once; the model's own steps need no event."""
+        """Make the next forward wait for `event` before it gathers. Steps of the model itself need no event."""
         TorchCompat.of(require_unit(self).schedule).post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may be under way beside the one being collected; 1 by default.
+        """Set how many reductions may be in progress in addition to the one being collected; the default is 1.
 
-        This holds for the whole model, whichever unit it is called on: the units share them.
+        The setting applies to the whole model regardless of the unit it is set on, because the units share these
+        buffers.
 
         Raises:
-            TypeError, ValueError: not a positive integer.
+            TypeError, ValueError: The value is not a positive integer.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
@@ -189,10 +190,10 @@ class TorchMethods(FSDPModule):
         TorchCompat.of(require_unit(self).schedule).set_reductions_in_flight(max_input_buffers)
 
     def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
-        """Choose whether resharding keeps the memory, so that parameters keep their addresses when unsharded.
+        """Choose whether resharding keeps the memory, so that unsharded parameters keep their addresses.
 
-        Graphs of kernels need this. It takes as much memory as if nothing was freed; parameters are still gathered each
-        time.
+        Kernel graphs (such as CUDA graphs) need this. It takes as much memory as if nothing were freed, and parameters
+        are still gathered each time.
         """
         for unit in self._units(recurse):
             unit.keeps_memory = keep_unsharded_storage
@@ -209,12 +210,13 @@ for _name, (_is_so, _why) in _FIXED.items():
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a unit unshard it as its `forward` does: `encode`, `generate`. The name is torch's.
+    """Make a method of a unit, such as `encode` or `generate`, unshard the unit as `forward` does.
 
-    Only what the method returns may be used for backward. On a module that is no unit this does nothing.
+    Only the return value of the method may be used for backward. The function has no effect on a module that is not a
+    unit. Its name is torch's.
 
     Raises:
-        WrapError: the module has no such method.
+        WrapError: The module does not have this method.
     """
     unit = unit_of(module)
     if unit is None:
@@ -231,10 +233,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Do nothing: models on the same ranks share communicators and streams anyway. The name is torch's.
+    """Do nothing: models on the same ranks always share communicators and streams. The name is torch's.
 
     Raises:
-        WrapError: one of the modules is no unit.
+        WrapError: One of the modules is not a unit.
     """
     for module in modules:
         if unit_of(module) is None:

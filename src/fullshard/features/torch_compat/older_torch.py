@@ -1,4 +1,4 @@
-"""Substitutes, for older releases, for functions that only torch's latest releases have."""
+"""Substitutes for functions that only recent torch releases provide."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ except ImportError:  # before 2.12
 
     @dataclass(frozen=True)
     class DataParallelMeshDims:  # type: ignore[no-redef]
-        """Which axes of a mesh are for data parallelism, by name. One name, or several that count as one axis.
+        """The names of the data-parallel axes of a mesh. Several names count as one axis.
 
         Attributes:
-            shard: along which parameters are cut.
-            replicate: along which they are copied.
+            shard: axis or axes that parameters are sharded along.
+            replicate: axis or axes that parameters are replicated along.
         """
 
         shard: str | tuple[str, ...] | None = None
@@ -22,12 +22,12 @@ except ImportError:  # before 2.12
 
         @property
         def shard_names(self) -> tuple[str, ...]:
-            """As a tuple."""
+            """Return the names of the shard axes as a tuple."""
             return _names(self.shard)
 
         @property
         def replicate_names(self) -> tuple[str, ...]:
-            """As a tuple."""
+            """Return the names of the replicate axes as a tuple."""
             return _names(self.replicate)
 
 

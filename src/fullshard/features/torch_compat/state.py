@@ -1,8 +1,8 @@
 """The parts of torch's private `fully_shard` state that other code reads, provided for a unit.
 
-Pipeline stages have gradients reduced through it; scripts read names and whether parameters are unsharded, or have a
-module freed after forward. The members that public code uses are in the tables, and each reports or does for the unit
-what it does with torch's engine. All others raise an error.
+Pipeline stages use it to reduce gradients. Scripts read names or whether parameters are unsharded, or set whether a
+module is freed after forward. The tables list the members that public code uses, and each of them has the same effect
+on the unit as with torch's engine. All other members raise an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.engine.unit_parameters import UnitState
 
 
 class _View:
-    """A view of a unit; views of one unit are equal. Members that are in no table can be neither read nor set."""
+    """A view of a unit; views of one unit are equal. Accessing a member that is in no table is an error."""
 
     READ: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     SET: ClassVar[Mapping[str, Callable[[Unit, Any], None]]] = {}
@@ -55,7 +55,7 @@ class _View:
 
 
 class _Axis(_View):
-    """The axis that parameters are sharded over."""
+    """A view of the axis that parameters are sharded over."""
 
     READ: ClassVar = {
         "mesh": lambda unit: unit.mesh.device_mesh,  # with the replicate axis if there is one
@@ -66,7 +66,7 @@ class _Axis(_View):
 
 
 class _Parameter(_View):
-    """One parameter of a unit."""
+    """A view of one parameter of a unit."""
 
     READ: ClassVar = {
         "sharded_param": lambda unit, parameter: parameter,
@@ -77,21 +77,21 @@ class _Parameter(_View):
 
 
 def _is_unsharded(unit: Unit) -> bool:
-    """Return whether parameters are whole, even if modules hold sharded ones until they run again."""
+    """Return whether parameters are unsharded, even if modules hold sharded ones until they run again."""
     return unit.state in (UnitState.GATHERED, UnitState.UNSHARDED)
 
 
 def _reduce_kept(unit: Unit) -> Callable[..., None]:
-    """Return a function that reduces gradients that backwards have kept, those of the whole model.
+    """Return a function that reduces the unreduced gradients of the whole model.
 
-    Units are reduced in one order on all ranks. Gradients that were reduced already, through another group or at the
-    end of a backward, are not reduced again.
+    Units are reduced in the same order on all ranks. Gradients that were already reduced, through another group or at
+    the end of a backward, are not reduced again.
     """
     return lambda *_unused: unit.schedule.backward.reduce_if_kept()
 
 
 class _ParameterGroup(_View):
-    """The parameters of a unit, those of all its buckets."""
+    """A view of the parameters in all buckets of a unit."""
 
     READ: ClassVar = {
         "_module_fqn": lambda unit: unit.name,
@@ -117,16 +117,16 @@ def _set_auto_reshard(unit: Unit, value: bool) -> None:
 
 
 class _Model(_View):
-    """The state that all units of a model share."""
+    """A view of the state that all units of a model share."""
 
     READ: ClassVar = {"all_states": lambda unit: [TorchState(each) for each in reversed(unit.schedule.units)]}
 
 
 class TorchState(_View):
-    """The state of a unit: `fully_shard.state(module)`.
+    """The state of a unit, returned by `fully_shard.state(module)`.
 
     `torch.distributed.fsdp.register_fsdp_forward_method` wraps a method with `_pre_forward` and `_post_forward`, as
-    Transformers does with `generate`; here methods of units unshard their parameters themselves.
+    does Transformers with `generate`. Here the methods of a unit already unshard its parameters.
     """
 
     READ: ClassVar = {
@@ -145,6 +145,6 @@ class TorchState(_View):
 
 
 def state_of(module: nn.Module) -> TorchState | None:
-    """Return the object for torch's `fully_shard.state(module)`; None if the module is no unit."""
+    """Return the object for torch's `fully_shard.state(module)`, or None if the module is not a unit."""
     unit = unit_of(module)
     return None if unit is None else TorchState(unit)

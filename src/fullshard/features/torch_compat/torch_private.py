@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ the state of torch's engine. If torch renamed them, it would not call the replac
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Have torch's composable functions, `replicate` among them, leave its parameters alone. Since 2.0."""
+    """Make torch's composable functions such as `replicate` skip the module's parameters. Since torch 2.0."""
     registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
 
 
 def leave_state(module: nn.Module, state: object) -> None:
-    """Have `fully_shard.state(module)` of torch's own give `state`. Since 2.6.
+    """Make torch's own `fully_shard.state(module)` return `state` instead of None. Since torch 2.6.
 
-    Its pipeline schedules take that, to have gradients reduced once a step's backwards are over. It would be None.
+    torch's pipeline schedules use this object to reduce gradients after the backwards of a step.
     """
     states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
     states[inspect.unwrap(fully_shard)] = state

@@ -1,4 +1,4 @@
-"""Adapters for torch's own tools: they see whole gradients of a sharded model, or refuse."""
+"""Adapters that make torch's own tools use complete gradients of a sharded model, or refuse to run."""
 
 from fullshard.features.torch_tools.install import clip_grad_norm_, clip_grad_value_, install
 

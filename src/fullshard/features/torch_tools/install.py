@@ -1,10 +1,10 @@
-"""Makes torch's own tools see whole gradients instead of this rank's intervals.
+"""Make torch's own tools use complete gradients instead of this rank's intervals.
 
-Clipping, loss scaling, optimizers' steps and state dicts, DTensors that are given a parameter's placements, a script's
-collectives, and gradients that autograd hands to its caller would otherwise run and be wrong without a word. torch
-offers no hook in most of these places, so the one function each goes through (`core.imports.Replaced`) is
-replaced by one that behaves the same for everything but sharded parameters, or refuses. That is done when something is
-sharded for the first time; until then torch is as it was.
+This covers clipping, loss scaling, steps and state dicts of optimizers, DTensors with a parameter's placements,
+collectives called by a script, and gradients that autograd returns to its caller. Without it they would silently give
+wrong results. torch offers no hook in most of these places. Instead, the one function that each of them goes through
+(`core.imports.Replaced`) is replaced with one that refuses or handles sharded parameters, and behaves as before for
+everything else. This happens when something is sharded for the first time; until then torch is not changed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def clip_grad_norm_(
     """Scale gradients so that their norm over all parameters and all ranks is at most `max_norm`. A collective.
 
     Args:
-        parameters: a model or parameters, sharded and ordinary ones mixed. Ordinary ones count once, as equal on all
-            ranks.
-        max_norm: the largest norm allowed.
-        norm_type: which p-norm; `inf` is the maximum.
+        parameters: a model, or parameters that may be sharded or plain. Plain parameters count only once and are
+            assumed equal on all ranks.
+        max_norm: maximum norm.
+        norm_type: order of the p-norm; `inf` is the maximum.
         error_if_nonfinite: raise `RuntimeError` if the norm is not finite.
 
     Returns:
-        The norm before clipping, a 0-D tensor, the same on every rank.
+        The norm before clipping as a 0-D tensor, equal on every rank.
     """
     norm_type = float(norm_type)  # torch takes "inf", too
     clipped = [each for p in _current(parameters) if (each := _Clipped.of(p)).grad is not None]
@@ -67,7 +67,7 @@ def clip_grad_norm_(
 
 @dataclass(slots=True)
 class _Clipped:
-    """A parameter as torch's clipping sees it; a sharded one shows its plain gradient, which is quicker to use."""
+    """A parameter with the gradient that torch's clipping uses; for sharded ones the plain, faster one."""
 
     grad: Any
     spec: ShardSpec | None
@@ -85,7 +85,7 @@ def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tenso
 
 
 def _current(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """List the parameters, with the sharded one in place of each that was taken before it was sharded."""
+    """Return the parameters, with originals from before sharding replaced by the sharded parameters."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -95,7 +95,7 @@ def _current(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> l
 def _local_norm(
     tensors: Sequence[torch.Tensor], order: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """Return torch's own total norm of tensors as they are."""
+    """Return the total norm that torch itself computes for these tensors."""
     norm: torch.Tensor = torch_private.total_norm.torchs(tensors, order, error_if_nonfinite, foreach)
     return norm
 
@@ -106,7 +106,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Return torch's total norm, with the sharded gradients' part summed over the ranks that share them."""
+    """Return torch's total norm, in which sharded gradients are summed over the ranks that share them."""
     norm_type = float(norm_type)  # torch takes "inf", too
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     specs = [tensor.spec if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
@@ -124,7 +124,7 @@ def _norm_of(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Return the total norm of tensors of which each rank has a part, with its spec, and of whole ones."""
+    """Return the total norm of tensors that are sharded (with a spec) or unsharded."""
     sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
     ordinary = []
     for spec, tensor in parts:
@@ -154,7 +154,7 @@ def _group_norm(
 ) -> torch.Tensor:
     """Return the norm over the ranks that share the gradients, in float32 or wider.
 
-    Empty intervals are left out, as most are.
+    Empty intervals, which are the majority, are skipped.
     """
     parts = [gradient for gradient in gradients if gradient.numel()]
     # of all gradients, not of the parts: the same on every rank
@@ -204,13 +204,13 @@ def _unscale_grads(
 
 
 def _check_sent(param: object, param_name: str) -> None:
-    """Check a tensor for a collective as torch does, after refusing a sharded one."""
+    """Check a tensor for a collective as torch does, but first reject a sharded tensor."""
     _refuse_to_send(param)
     torch_private.check_sent.torchs(param, param_name)
 
 
 def _check_sent_list(param: object, param_name: str) -> None:
-    """Check a list of tensors for a collective, as `_check_sent` does one."""
+    """Check a list of tensors for a collective, each as `_check_sent` does."""
     for tensor in param if isinstance(param, list) else ():
         _refuse_to_send(tensor)
     torch_private.check_sent_list.torchs(param, param_name)
@@ -233,7 +233,7 @@ def _distribute_tensor(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """Distribute a tensor as torch does, and accept the placements of a sharded parameter, too."""
+    """Distribute a tensor as torch does, but also accept the placements of a sharded parameter."""
     if device_mesh is not None and device_mesh.size() == 1:
         options["src_data_rank"] = None  # nothing is to be sent, nor need a process group be there
     return _made(torch_private.distribute_tensor, tensor, device_mesh, placements, **options)
@@ -245,7 +245,7 @@ def _redistribute(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """Redistribute a DTensor as torch does, and accept the placements of a sharded parameter, too."""
+    """Redistribute a DTensor as torch does, but also accept the placements of a sharded parameter."""
     return _made(torch_private.redistribute, self, device_mesh or self.device_mesh, placements, **options)
 
 
@@ -257,7 +257,7 @@ def _from_local(
     shape: torch.Size | None = None,
     **options: Any,
 ) -> DTensor:
-    """Make a DTensor of this rank's elements as torch does, and accept the placements of a sharded parameter, too."""
+    """Make a DTensor from this rank's elements as torch does, but also accept a sharded parameter's placements."""
     ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
         made: DTensor = torch_private.from_local.torchs(local_tensor, device_mesh, placements, shape=shape, **options)
@@ -288,12 +288,12 @@ def _make_dtensor(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """Make a DTensor of zeros, ones and the like as torch does, and accept a sharded parameter's placements, too."""
+    """Make a DTensor of zeros, ones or similar as torch does, but also accept a sharded parameter's placements."""
     return _made(torch_private.make_dtensor, init_op, size, device_mesh, placements, **options)
 
 
 def _made(torchs: Replaced, *args: Any, **options: Any) -> DTensor:
-    """Return what a torch function makes, placed as a sharded parameter is: this rank's part of a replicated tensor."""
+    """Call a torch function; for a sharded parameter's placements, cut this rank's part from a replica."""
     *given, device_mesh, placements = args
     ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
@@ -311,7 +311,7 @@ def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
 
 
 def _mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
-    """Return the mesh that was made of this torch mesh, or that made it; None if there is none."""
+    """Return the mesh that corresponds to this torch mesh, or None if there is none."""
     if not dist.is_initialized():
         return init_mesh(device=torch.device(device_mesh.device_type))  # of one process alone, which are all alike
     alike = (mesh for mesh in meshes() if mesh.device_mesh == device_mesh)
@@ -326,7 +326,7 @@ def _spec_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) ->
 
 
 def _check_no_graph(tensor: torch.Tensor) -> None:
-    """Refuse a tensor through which a gradient must go back: it would silently end here."""
+    """Raise if a tensor has a gradient function, because its gradient would silently be lost here."""
     if tensor.grad_fn is not None:
         raise LifecycleError(
             f"a tensor {tuple(tensor.shape)} that was computed with gradients is to be laid out as a sharded parameter",
@@ -335,7 +335,7 @@ def _check_no_graph(tensor: torch.Tensor) -> None:
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *args: Any, **options: Any) -> None:
-    """Distribute as torch does: in each pair of a DTensor and a whole, fill the first with its part of the second."""
+    """Distribute as torch does: copy its part of the unsharded tensor to the DTensor in each pair."""
     others = []
     for key in keys:
         pair = local_state_dict.get(key)
@@ -350,7 +350,7 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
 
 
 def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """Clear gradients as torch does, but without reading each `.grad`, which would wrap the sharded ones."""
+    """Clear gradients as torch does, but without reading each `.grad`, which would wrap sharded gradients."""
     if set_to_none:
         held = [parameter for parameter in sharded_parameters(self) if parameter.local_grad is not None]
         for parameter in held:
@@ -365,7 +365,7 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
 
 
 def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
-    """Begin a backward. It is an error if a sharded parameter's gradient would silently be None."""
+    """Run a backward, but raise if a sharded parameter's gradient would silently be None."""
     inputs = args[3] if len(args) > 3 else ()
     wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
     if wanted and options.get("accumulate_grad"):
@@ -394,9 +394,9 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
 
 
 def _give_whole_adapters(module: ModuleType) -> None:
-    """Have `get_peft_model_state_dict` give plain tensors where one process has all of them.
+    """Make `get_peft_model_state_dict` return plain tensors if one process has all of them.
 
-    It is replaced wherever a module has imported it by name.
+    The function is replaced in every module that has imported it by name.
     """
     place = Replaced.of(module, "get_peft_model_state_dict")
 
@@ -408,14 +408,14 @@ def _give_whole_adapters(module: ModuleType) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a whole tensor if this rank has every element, so that nothing is gathered; else the value as it is."""
+    """Return an unsharded tensor if this rank holds all elements, without a gather, or else the value itself."""
     is_whole = isinstance(value, ShardedTensor) and value.spec.is_whole
     return value.detach().full_tensor() if is_whole else value
 
 
 @functools.cache
 def install() -> None:
-    """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
+    """Replace torch's functions. This is called when something is sharded for the first time, not on import."""
     torch_private.let_dtensors_compute()
     for kind in (ShardedTensor, ShardedParameter, RowTensor, RowParameter):
         torch_private.allow_foreach(kind)

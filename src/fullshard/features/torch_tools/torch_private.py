@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fullshard.core.imports import Replaced
 
 
 def let_dtensors_compute() -> None:
-    """Have torch call the `__torch_dispatch__` of subclasses of DTensor.
+    """Make torch call the `__torch_dispatch__` of DTensor subclasses. Since torch 2.6.
 
-    From 2.13 on it does. 2.10 to 2.12 compute with every DTensor as with one of torch's own, unless a rule is
-    registered for its type. Since 2.6.
+    torch 2.13 and later do this. Releases 2.10 to 2.12 treat every DTensor as torch's own class unless a rule is
+    registered for its type.
     """
     find = GenericTorchDispatchRuleHolder.find
     if not "2.10" <= torch.__version__ < "2.13" or hasattr(find, "__wrapped__"):
@@ -74,9 +74,9 @@ run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
 
 
 def keep_every_box(hf_storage: Any) -> None:
-    """Have `HuggingFaceStorageWriter` put this rank's part of a tensor, if it is several boxes, into several files.
+    """Make `HuggingFaceStorageWriter` save a tensor with several boxes on this rank to several files.
 
-    A file holds one tensor of a name, so torch would silently keep the last box alone. Since 2.8.
+    A file can hold only one tensor of each name, so torch would silently keep only the last box. Since torch 2.8.
     """
     torchs = hf_storage.HuggingFaceStorageWriter._split_by_storage_plan
 

@@ -1,4 +1,4 @@
-"""Detection of ranks that hang, or that do not do the same as the others."""
+"""Detection of ranks that hang or that diverge from the others."""
 
 from fullshard.comm.waiting import PROGRESS
 from fullshard.features.watchdog.data_order import ORDERS, check_orders

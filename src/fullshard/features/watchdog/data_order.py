@@ -1,6 +1,7 @@
-"""The orders in which this process reads its data: loaders note them, and ranks compare them when they meet.
+"""The orders in which this process reads its data. Loaders record them, and ranks compare them.
 
-A rank that has read a loader alone is an epoch ahead: then ranks read some samples twice, and others never.
+If one rank alone has read a loader before, it is an epoch ahead. The ranks then read some samples twice and others
+never.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ ORDERS: Orders = {}
 
 
 def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
-    """Say how a rank's order of reading one loader differs from that of the ranks before it; None: they agree.
+    """Describe how a rank's order of reading one loader differs from that of earlier ranks, or return None.
 
-    `orders` has ranks, and the order's number of each; None for one that does not read it.
+    `orders` contains pairs of a rank and the number of its order, or None if the rank does not read the loader.
     """
     known = [(rank, order) for rank, order in orders if order is not None]
     for rank, order in known:
@@ -38,6 +39,6 @@ HINT = "a rank has read it alone before: read it on every rank, or call loader.s
 
 
 def check_orders(orders: Iterable[int | None]) -> None:
-    """Compare the orders in which ranks 0, 1, ... read one loader."""
+    """Raise if ranks 0, 1, ... read one loader in different orders."""
     if (found := difference(enumerate(orders))) is not None:
         raise DataError(found, hint=HINT)

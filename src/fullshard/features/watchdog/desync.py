@@ -1,10 +1,10 @@
 """Check that all ranks do the same in each step, or report the rank that does not.
 
-Before the first forward the ranks compare the model and the loaded weights. During that forward they compare, before
-each unit is unsharded, which unit they are at. The message that ends a backward carries a digest of what the
-rank has done since the step before: loads, units in order, backwards, failed ones, optimizer steps, the run's step,
-learning rates, data orders. A failure is reported to waiting ranks (`watchdog`), because the rank that has caught the
-error goes on elsewhere.
+Before the first forward the ranks compare the model and the loaded weights. During that forward they compare the
+current unit before each unit is unsharded. The message that ends a backward carries a digest of what the rank has done
+since the last step: loads, units in order, backwards, failures, optimizer steps, the step of the run, learning rates
+and data orders. A failure is reported to waiting ranks (`watchdog`), because the rank that has caught the error
+continues elsewhere.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class DesyncDetection(Extension):
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
     def absorbed(self, earlier: Extension) -> None:
-        """Count the loads of a part, too."""
+        """Add the loads of a model that became part of this one."""
         self._loads += cast("DesyncDetection", earlier)._loads
 
     def loaded(self, unit: Unit) -> None:
-        """Count a load."""
+        """Count a load of weights into a unit."""
         self._loads += 1
 
     def before_first_use(self, *, in_forward: bool) -> None:
@@ -83,15 +83,15 @@ class DesyncDetection(Extension):
     # -- what is done -------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Know how long steps take."""
+        """Tell the watchdog that a step begins, so that it can measure the duration of steps."""
         WATCHDOG.begin_step(time.monotonic())
 
     def forward_begins(self) -> None:
-        """Forget which units the forward before has run."""
+        """Clear the list of units that the previous forward has run."""
         self._forward = []
 
     def call_begins(self, unit: Unit) -> None:
-        """Compare in the first forward, before this rank waits for the others, that all ranks are at this unit."""
+        """Check that all ranks are at this unit in the first forward, before this rank waits for the others."""
         if not self.is_order_verified:
             self._compare_first(f"unit {unit.name!r}")
         elif unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING:
@@ -103,7 +103,10 @@ class DesyncDetection(Extension):
         self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Count a failed forward. If it waited for no rank, the others need not know of it."""
+        """Count a failed forward.
+
+        A forward that has not communicated is not counted, because it does not affect the other ranks.
+        """
         if failed:
             error = sys.exc_info()[1]  # None: it was interrupted long ago
             if error is not None and (self._has_gathered or not self.is_order_verified):
@@ -114,7 +117,7 @@ class DesyncDetection(Extension):
         self._has_gathered = False
 
     def backward_fails(self) -> None:
-        """Count it. `features.torch_tools` learns of the error a moment later."""
+        """Count a failed backward. `features.torch_tools` reports the error itself a moment later."""
         self._fail("a backward", None)
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
@@ -122,7 +125,7 @@ class DesyncDetection(Extension):
         self._backwards += 1
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Know the optimizer that steps."""
+        """Record the optimizer that steps."""
         if self._backwards:
             self._stepped.clear()
         if all(groups is not optimizer.param_groups for _, groups in self._stepped):
@@ -135,16 +138,16 @@ class DesyncDetection(Extension):
         WATCHDOG.failed([self._mesh.control_group], what, error)
 
     def forget_failures(self) -> None:
-        """Forget failures on any rank: all ranks begin anew."""
+        """Forget failures on all ranks, which start again together."""
         self._failures = 0
         WATCHDOG.forget_failures(self._mesh.groups)
 
     # -- end of backward ----------------------------------------------------------------------------------------
 
     def message(self) -> bytes:
-        """Return nine bytes of what this rank has done since the step before.
+        """Return nine bytes that summarise what this rank has done since the last step.
 
-        For the last forward, the digest covers those units, in their order, whose gradients are reduced.
+        For the last forward, the digest covers the units with reduced gradients, in their order.
         """
         launched = set(self.model.backward.reducer.order.launched)
         self._ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
@@ -157,7 +160,7 @@ class DesyncDetection(Extension):
         return struct.pack("=BII", self._loads % 256, entered, zlib.crc32(done))
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Find and report the difference, if there is one. A collective then."""
+        """Report a difference between the ranks, if there is one. This is then a collective."""
         if largest[0] != smallest[0]:
             raise CommunicationError(
                 f"rank {self._mesh.rank}: load_state_dict has come to {self._loads} units on this rank, which is not "
@@ -169,9 +172,9 @@ class DesyncDetection(Extension):
             self.compare()
 
     def compare(self) -> None:
-        """Compare what the ranks have done since the step before. A collective.
+        """Compare what the ranks have done since the last step. A collective.
 
-        Ranks that read a loader in different orders get one warning only, because some scripts intend that.
+        Ranks that read a loader in different orders get only one warning, because some scripts do so on purpose.
         """
         steps = self.model.optimizer_steps
         lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
@@ -190,7 +193,7 @@ class DesyncDetection(Extension):
                 warnings.warn(f"{found}\nhint: {HINT}", stacklevel=2)
 
     def _rates(self) -> list[list[float]]:
-        """Return the current rates of each optimizer that stepped last, without waiting for those on a device."""
+        """Return the learning rates of each optimizer that stepped last, except those stored on a device."""
         found = []
         for _, groups in self._stepped:
             rates = [group.get("lr") for group in groups]
@@ -204,7 +207,7 @@ def _run_step() -> int:
 
 
 def _describe_structure(units: Sequence[Unit]) -> list[str]:
-    """Return one line per parameter with everything that the layout and the communication depend on."""
+    """Return one line per parameter with all properties that affect the layout and the communication."""
     lines = []
     for unit in units:
         if unit.stand_ins is not None:

@@ -1,4 +1,4 @@
-"""Wait for all ranks before what could neither be ended nor name a rank that does not come."""
+"""Wait for all ranks before an operation that cannot be interrupted and cannot name a missing rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fullshard.comm.waiting import Waiting
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
-    """Wait until all ranks of a group are here. What follows could neither be ended, nor name a rank that did not come.
+    """Wait until all ranks of a group have arrived, so that the next operation does not hang.
 
-    It uses a message from host to host, if the group sends such. An accelerator's collectives either let no host wait,
-    and it then waits where it reads a number, or, as NCCL's barrier, wait until NCCL ends the process. Messages between
-    CPUs are watched as they are.
+    The next operation could neither be interrupted nor name the missing rank. The function sends a message from host to
+    host if the group supports it. With an accelerator's collectives, the host either does not wait until it reads a
+    number, or waits until NCCL ends the process, as in NCCL's barrier. Messages between CPUs are watched anyway.
     """
     host = torch.device("cpu")
     if device.type != "cpu" and torch_private.backend_of(group, host) is not None:

@@ -1,4 +1,4 @@
-"""Status messages in the job's store, in which ranks that have not moved for a while tell others where they are."""
+"""Status messages in the job's store, which ranks without progress leave to tell others where they are."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ and a digest of which; `has_ended`: its process ends."""
 
 
 def read_statuses(own: int) -> dict[int, Status]:
-    """Return the status of every rank but this one; empty where a rank has left none."""
+    """Return the status of every rank except this one; empty for ranks that have left none."""
     others = [rank for rank in range(dist.get_world_size()) if rank != own]
     return dict(zip(others, read([STATUS.format(rank) for rank in others]), strict=True))
 
 
 def read(keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the store's value under each key, and leave it there: without it another reader would wait."""
+    """Return the values under these keys without deleting them, so that other readers find them."""
     store = torch_private.default_store()
     if not keys or store.check(list(keys)):
         there = list(keys)  # as nearly always: two messages, however many ranks there are
@@ -40,19 +40,19 @@ def read(keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def collective(frame: FrameType | None) -> str:
-    """Return the torch function of the innermost frame, if it sends or receives."""
+    """Return the name of the torch collective in the innermost frame, or an empty string if there is none."""
     code = None if frame is None else frame.f_code
     is_one = code is not None and code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_")
     return code.co_name if code is not None and is_one else ""
 
 
 def waits(status: Status) -> bool:
-    """Return whether a rank is seen to wait for others."""
+    """Return whether a rank is alive and waiting for others."""
     return bool(status["is_alive"] and (status.get("is_waiting") or status.get("collective")))
 
 
 def parted(statuses: dict[int, Status]) -> str:
-    """Return where ranks wait for each other for ever: all of them wait, and in different places; else empty."""
+    """Return a description if all ranks wait forever in different places, or an empty string if not."""
     places: dict[tuple[str, int], int] = {}
     for rank, status in sorted(statuses.items()):
         what = status.get("what") if status.get("is_waiting") else status.get("collective")
@@ -64,7 +64,7 @@ def parted(statuses: dict[int, Status]) -> str:
 
 
 def met(statuses: dict[int, Status]) -> str:
-    """Return where ranks wait for each other for ever although all are in one place; else empty."""
+    """Return a description if all ranks wait forever in one place, or an empty string if not."""
     if not all(status["is_alive"] and status.get("is_waiting") for status in statuses.values()):
         return ""
     told = "; ".join(described(rank, status) for rank, status in sorted(statuses.items())[:_NAMED])
@@ -72,18 +72,18 @@ def met(statuses: dict[int, Status]) -> str:
 
 
 def ended() -> str:
-    """Return which ranks have ended, and how far they had come."""
+    """Return a description of the ranks that have ended, and their last progress."""
     gone = {rank: status for rank, status in read_statuses(dist.get_rank()).items() if status.get("has_ended")}
     return named(gone) if gone else ""
 
 
 def missing(statuses: dict[int, Status]) -> dict[int, Status]:
-    """Return the statuses of ranks that do not wait."""
+    """Return the statuses of ranks that are not waiting."""
     return {rank: status for rank, status in statuses.items() if not status.get("is_waiting")}
 
 
 def named(statuses: dict[int, Status]) -> str:
-    """Name the ranks that are waited for, and what they do: those that do not wait, else all."""
+    """Describe the ranks that others wait for: those that are not waiting, or all if there are none."""
     if not statuses:
         return "which one cannot be said, for the job's store does not answer"
     late = missing(statuses) or statuses
@@ -92,7 +92,7 @@ def named(statuses: dict[int, Status]) -> str:
 
 
 def described(rank: int, status: Status) -> str:
-    """Describe a rank: its identity, and what it does."""
+    """Describe a rank's identity and its current activity."""
     store, key = torch_private.default_store(), PROCESS.format(rank)
     name = f"rank {rank}" + (f" ({store.get(key).decode()})" if store.check([key]) else "")
     if "what" not in status:
@@ -111,5 +111,5 @@ def described(rank: int, status: Status) -> str:
 
 
 def are_busy(statuses: dict[int, Status]) -> bool:
-    """Return whether there are any, and all of them do work that may take long."""
+    """Return whether there are ranks, and all of them are doing work that may take long."""
     return bool(statuses) and all(status.get("busy") and status["is_alive"] for status in statuses.values())

@@ -1,14 +1,14 @@
-"""Watch how long this process waits for others: name the ranks it waits for, and end the wait at its time-out.
+"""Watch how long this process waits for others, name the ranks it waits for, and end the wait at its timeout.
 
-A thread looks twice a second. If a rank has not moved for some seconds, whether it waits or computes, its thread
-leaves its status in the job's store. So a rank that waits for long can read which others do not wait, and what they do
-instead. As long as steps follow one another nothing is sent.
+A thread checks twice per second. If a rank has made no progress for some seconds, whether it waits or computes, its
+thread leaves its status in the job's store. A rank that has waited for long can then read which ranks are not waiting,
+and what they are doing instead. While steps follow one another, nothing is sent.
 
-If a script catches an error on one rank, in a backward say, the others wait where this rank does not come any more.
-The store counts errors, too: ranks that wait, and see that others had more errors than they, wait in vain. While the
-job has had no error, a look for errors reads a single number.
+If a script catches an error on one rank, for example in a backward, the other ranks wait at a point that this rank will
+not reach. The store therefore also counts errors. Ranks that wait and see more errors on other ranks than their own
+know that they wait in vain. While the job has had no error, a check for errors reads a single number.
 
-If all ranks wait and none moves, but not all of them wait in the same place, they went different ways.
+If all ranks wait without progress, but in different places, they have diverged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
 
 @contextlib.contextmanager
 def naming_the_missing() -> Iterator[None]:
-    """Say on stderr, once, that this rank waits for others, if the block takes long."""
+    """Print once on stderr that this rank waits for others if the block takes long."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     timer = threading.Timer(LAUNCHED_SECONDS if is_launched else BY_HAND_SECONDS, _say_who_is_missing)
     timer.daemon = True
@@ -78,12 +78,12 @@ _STALL_SECONDS = 30.0
 
 
 def seconds_to_wait(steps: int, slowest: float) -> float:
-    """Return how long a wait may take after that many steps, if the script has asked for no time-out."""
+    """Return the maximum duration of a wait after `steps` steps if the script has not set a timeout."""
     return TIMEOUT_SECONDS if steps < 1 else min(TIMEOUT_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
 
 
 def stall_seconds(limit: float) -> float:
-    """Return the seconds after which a wait with this limit is worth a line."""
+    """Return the seconds after which a wait with this limit is reported."""
     return min(_STALL_SECONDS, limit / 2)
 
 
@@ -116,8 +116,8 @@ class Watchdog(Watcher):
     """The watchdog of this process.
 
     Attributes:
-        groups: the groups that this process may wait in.
-        slowest: seconds of the slowest step, without the first.
+        groups: the process groups that this process may wait in.
+        slowest: duration of the slowest step in seconds, excluding the first step.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Watchdog(Watcher):
         self._forget_world()
 
     def joining(self) -> contextlib.AbstractContextManager[None]:
-        """Name the missing ranks if that takes long."""
+        """Print the missing ranks if the block, in which ranks join the job, takes long."""
         return naming_the_missing()
 
     def _forget_world(self) -> None:
@@ -144,7 +144,10 @@ class Watchdog(Watcher):
         self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        """Watch waits in these groups, too; None stands for a rank alone. All are parts of the default group."""
+        """Also watch waits in these groups, which are parts of the default group.
+
+        A None among the groups stands for a rank without peers.
+        """
         world = dist.group.WORLD
         if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
             return  # a group that is written in Python may have threads for ranks
@@ -169,20 +172,20 @@ class Watchdog(Watcher):
             start_thread("fullshard watchdog", self._run, (), self._is_over.set)
 
     def begin_step(self, now: float) -> None:
-        """Begin a step after another, and note how long the one before took."""
+        """Start a new step, and record the duration of the previous one."""
         if self._step_began:
             self.slowest = max(self.slowest, now - self._step_began)
         self._step_began = now
 
     def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Name a rank that does not come, if the ranks meet on accelerators."""
+        """Wait for all ranks in a way that can name a missing rank, if they use accelerators."""
         if group is not None:
             meet(group, device, "gathering a whole tensor")
 
     # -- failures -----------------------------------------------------------------------------------------------
 
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
-        """Tell the ranks of these groups that an error on this rank has ended what they do together."""
+        """Tell the ranks of these groups that an error on this rank has ended their shared work."""
         for name in [self._name(group) for group in groups if group is not None and group in self.groups]:
             self._failures[name] = self._failures.get(name, (0, ""))[0] + 1, what
             self._unexplained.add(name)
@@ -191,13 +194,13 @@ class Watchdog(Watcher):
             self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Name the error that caused the failures which have no explanation yet."""
+        """Attach the error to the failures that it caused and that have no explanation yet."""
         while self._unexplained:
             count, what = self._failures[name := self._unexplained.pop()]
             self._failures[name] = count, f"{what} ({cut(repr(error), _QUOTED)})"
 
     def forget_failures(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
-        """Forget earlier failures of some ranks: all ranks of these groups are at the same place."""
+        """Forget earlier failures in these groups, because all of their ranks are at the same point."""
         for group in groups:
             if group is not None:
                 self._rallies[group.group_name] = self._rallies.get(group.group_name, 0) + 1
@@ -206,7 +209,7 @@ class Watchdog(Watcher):
         return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
 
     def reason(self, error: RuntimeError) -> object:
-        """Return why a wait has ended in a torch error, which names only a socket, if the reason is known."""
+        """Return why a wait ended in a torch error that only names a socket, or the error itself if unknown."""
         why, text = PROGRESS.given_up, str(error)
         with contextlib.suppress(Exception):  # the store is gone, too
             if not why and self._is_in_its_world:
@@ -220,7 +223,7 @@ class Watchdog(Watcher):
 
     @property
     def limit(self) -> float:
-        """Seconds that the wait which is under way may take."""
+        """Return the maximum seconds for the current wait."""
         return self._asked or seconds_to_wait(0 if PROGRESS.is_patient else PROGRESS.step - 1, self.slowest)
 
     @property
@@ -229,7 +232,7 @@ class Watchdog(Watcher):
         return self._world is not None and self._world() is dist.group.WORLD is not None
 
     def _run(self) -> None:
-        """Run the thread's loop. It leaves signals to other threads: the launcher's asks what the main one does."""
+        """Run the thread's loop. Signals are left to the main thread, which the launcher asks for its status."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._is_over.wait(_pause(stall_seconds(limit := self.limit))):
             with contextlib.suppress(Exception):  # a group or store that is just going: the waiting thread notices that
@@ -307,7 +310,7 @@ class Watchdog(Watcher):
         return own
 
     def _statuses(self, seconds: float) -> dict[int, Status]:
-        """Return the statuses that other ranks have left, by rank. `is_alive`: left again some seconds later."""
+        """Return other ranks' statuses; `is_alive` if a rank has updated its status within `seconds`."""
         try:
             before = status.read_statuses(dist.get_rank())
             self._is_over.wait(seconds / 2)
@@ -322,7 +325,7 @@ class Watchdog(Watcher):
         }
 
     def _end_waits(self, why: str) -> bool:
-        """End the wait under way for this reason, unless it is empty or the wait has ended; return whether it did."""
+        """End the current wait and return True, unless `why` is empty or the wait has already ended."""
         if not why or self._moves != PROGRESS.moves:
             return False
         PROGRESS.given_up = why
@@ -333,17 +336,17 @@ class Watchdog(Watcher):
         return True
 
     def _tell(self, key: str, text: str) -> None:
-        """Leave it in the store for others, unless it is there."""
+        """Write a text to the store for other ranks, unless it is already there."""
         if self._told.get(key) != text:
             torch_private.default_store().set(key.format(dist.get_rank()), text)
             self._told[key] = text
 
     def _failure(self, others: dict[int, Status] | None = None) -> str:
-        """Return which rank has had an error that others of a group did not have; empty if all had the same.
+        """Return which rank had an error that other ranks of a group did not have; empty if all had the same errors.
 
         Args:
-            others: statuses of the other ranks. Those that had fewer errors must all wait: one that has not come so far
-                may have the same error later. None: they are not looked at.
+            others: statuses of the other ranks. All ranks with fewer errors must be waiting, because a rank that has
+                not come so far may have the same error later. If None, this is not checked.
         """
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
         if total and (total != self._found[0] or others is not None):  # the explanation may have come later
@@ -363,7 +366,7 @@ class Watchdog(Watcher):
         return ""
 
     def _say(self, seconds: float, others: dict[int, Status]) -> None:
-        """Say on stderr who is waited for."""
+        """Print on stderr the ranks that this rank waits for."""
         if status.are_busy(status.missing(others)):
             return
         step = f" (step {PROGRESS.step} of this process)" if PROGRESS.step else ""
@@ -373,7 +376,7 @@ class Watchdog(Watcher):
 
 
 def keep_status_in(path: Path) -> None:
-    """Write what this process waits for, or did last, to a file from now on."""
+    """From now on, write to a file what this process waits for or did last."""
     file = StatusFile(path)
 
     def tell() -> None:
@@ -384,12 +387,12 @@ def keep_status_in(path: Path) -> None:
 
 
 def _pause(stall: float) -> float:
-    """Return the seconds between two looks."""
+    """Return the seconds between two checks."""
     return min(0.5, stall / _LOOKS)
 
 
 def _asked_seconds(group: float, device: torch.device) -> float | None:
-    """Return the time-out set in fullshard, in the environment or for the default group; None if none was set."""
+    """Return the timeout set in fullshard, the environment or the default group, or None if none is set."""
     default = _NCCL_SECONDS if device.type == "cuda" else dist.default_pg_timeout.total_seconds()
     return PROGRESS.limit or timeout_of_environment() or (None if group in (default, TIMEOUT_SECONDS) else group)
 
