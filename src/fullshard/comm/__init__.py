@@ -1,4 +1,4 @@
-"""Collectives behind one small interface, and the mesh of process groups they run on."""
+"""Collectives behind one small interface, and the mesh of process groups on which they run."""
 
 from fullshard.core.requirements import require_torch
 

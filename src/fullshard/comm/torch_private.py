@@ -149,7 +149,7 @@ def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> De
 def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Join the axes of several slices of one mesh, or raise `RuntimeError` if they are not its slices. Since 2.9."""
     if any(mesh.mesh_dim_names is None for mesh in meshes):
-        raise RuntimeError("an axis has no name")
+        raise RuntimeError("a mesh to join has an axis without a name")
     return DeviceMesh._concatenate(list(meshes))
 
 

@@ -1,4 +1,4 @@
-"""The FSDP runtime. ARCHITECTURE.md has the order to read it in."""
+"""The FSDP runtime. ARCHITECTURE.md explains in which order to read it."""
 
 # Import our own module first: it reports a torch that is too old before an import of a missing name fails.
 # isort: off
