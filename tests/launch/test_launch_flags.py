@@ -235,7 +235,7 @@ def test_what_does_nothing_with_the_rest_is_said() -> None:
 def test_processes_that_find_no_gpu_do_not_go_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan("-n", "8", SLURM_GPUS_ON_NODE="8")
     monkeypatch.setattr(os, "environ", {**os.environ, **hand_over(made.handed_over(), tmp_path / "config.json")})
-    with pytest.raises(ConfigError, match="has no CUDA device: this host has 0"):
+    with pytest.raises(ConfigError, match="no CUDA device for local rank 0: this host has 0"):
         Accelerator()
     assert ProcessState.start(device="cpu").device.type == "cpu"
 
@@ -243,18 +243,21 @@ def test_processes_that_find_no_gpu_do_not_go_on_without(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--num_machines", "2", "--cpu"], "2 hosts, and main_process_ip is not given"),
-        (["--gpu_ids", "0", "-n", "2"], "-n: 2 processes per host, and this host has 1 GPU"),
+        (["--num_machines", "2", "--cpu"], "2 hosts need main_process_ip, which is not set"),
+        (["--gpu_ids", "0", "-n", "2"], "-n: 2 processes per host need as many devices, but this host has 1 GPU"),
         (["--num_processes", "15", "--num_machines", "2"], "cannot be shared equally"),
-        (["--cpu", "--rdzv_conf", "read_timeout=3"], "expected join_timeout=SECONDS"),
-        (["--cpu", "--rdzv_conf", "join_timeout=nan"], "expected join_timeout=SECONDS"),
-        (["--cpu", "--rdzv_conf", "join_timeout=0"], "expected join_timeout=SECONDS"),
-        (["--cpu", "--rdzv_conf", "join_timeout=1e300"], "expected join_timeout=SECONDS"),
+        (["--cpu", "--rdzv_conf", "read_timeout=3"], "rdzv_conf must contain join_timeout=SECONDS"),
+        (["--cpu", "--rdzv_conf", "join_timeout=nan"], "rdzv_conf must contain join_timeout=SECONDS"),
+        (["--cpu", "--rdzv_conf", "join_timeout=0"], "rdzv_conf must contain join_timeout=SECONDS"),
+        (["--cpu", "--rdzv_conf", "join_timeout=1e300"], "rdzv_conf must contain join_timeout=SECONDS"),
         (["--cpu", "--strategy", "HYBRID_SHARD"], "without shard_size"),
         (["--cpu", "--num_processes", "4", "--strategy", "HYBRID_SHARD", "--shard_size", "3"], "does not divide"),
         (["--cpu", "--num_machines", "2", "--machine_rank", "2"], "machine_rank = 2 of num_machines = 2"),
         (["--cpu", "--num_processes", "9" * 20], "num_processes.*less than or equal to 1000000, got 9999"),
-        (["--cpu", "--num_processes", "1000000"], "1000000 processes on this host, and it has .* processors"),
+        (
+            ["--cpu", "--num_processes", "1000000"],
+            "1000000 processes are too many for this host, which has .* processors",
+        ),
         (["--cpu", "--nnodes", "9" * 20], "less than or equal to 1000000, got 9999"),
         (["--cpu", "--monitor_interval", "1e300"], "less than or equal to 1000000000"),
         (["--cpu", "--timeout", "1e300"], "less than or equal to 1000000000"),
@@ -266,7 +269,7 @@ def test_plan_refuses_before_anything_starts(argv: list[str], words: str) -> Non
 
 
 def test_streams_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--tee: expected 0 to 3"):
+    with pytest.raises(ConfigError, match="--tee must be 0 to 3"):
         RankLogs(tmp_path, 2, "4", None, is_kept=True)
     with pytest.raises(ConfigError, match="--redirects writes files"):
         RankLogs(tmp_path, 2, None, "3", is_kept=False)
@@ -275,10 +278,10 @@ def test_streams_are_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "no script was named"),
-        (["-m", ""], "no script was named"),
+        ([], "no script was given"),
+        (["-m", ""], "no script was given"),
         (["trian.py"], "the script trian.py does not exist\nhint: . has train.py"),
-        (["."], ". is a folder without a __main__.py\nhint: name the script in it"),
+        (["."], "the directory . does not contain a __main__.py\nhint: give the path of a script"),
         *(
             (["--nproc_per_node", text, "train.py"], "--nproc_per_node: expected a number, auto, gpu or cpu")
             for text in ("all", "0", "-2", "1.5", "²", "9" * 5000)
@@ -286,7 +289,7 @@ def test_streams_are_checked(tmp_path: Path) -> None:
         (["--num_processes", "2", "--nproc_per_node", "4", "train.py"], "keep one of the two"),
         (["--standalone", "--nnodes", "2", "train.py"], "--nnodes"),
         (["--config_file", "nothing.yaml", "train.py"], "nothing.yaml does not exist"),
-        (["--print", "pbs", "train.py"], "expected slurm, kubernetes or trainjob, got 'pbs'"),
+        (["--print", "pbs", "train.py"], "--print must be slurm, kubernetes or trainjob, got 'pbs'"),
     ],
 )
 def test_mistakes_are_a_message_with_exit_code_2(tmp_path: Path, argv: list[str], words: str) -> None:

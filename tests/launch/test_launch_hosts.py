@@ -174,8 +174,8 @@ def test_hosts_with_other_settings_are_told(hosts: list[str], job: Path) -> None
 @pytest.mark.full
 def test_a_host_that_stays_alone_says_what_it_waits_for(hosts: list[str], job: Path) -> None:
     for name, words in (
-        (hosts[0], "have not joined at 10.77.0.1:29500"),
-        (hosts[1], "no launcher answers at 10.77.0.1"),
+        (hosts[0], "did not join at 10.77.0.1:29500"),
+        (hosts[1], "no launcher answered at 10.77.0.1"),
     ):
         with started(*_command(name, job, 1, 0.1, "--rdzv_conf", "join_timeout=7"), cwd=job) as process:
             output, _ = process.communicate(timeout=60)

@@ -423,7 +423,7 @@ def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_it_takes(monk
     with socket.create_server((LOOPBACK, 0)) as listening:
         port = listening.getsockname()[1]
     begin = time.monotonic()
-    with pytest.raises(CommunicationError, match=f"does not answer at {LOOPBACK}:{port} after 1 seconds"):
+    with pytest.raises(CommunicationError, match=f"store at {LOOPBACK}:{port} did not answer within 1 seconds"):
         rendezvous.reach_store(LOOPBACK, port)
     assert time.monotonic() - begin < 20
     store: Any = rendezvous.open_store(LOOPBACK)
@@ -509,7 +509,7 @@ def test_a_client_without_a_server_says_so() -> None:
         where = listening.getsockname()
     said = Said()
     alone = client(where, "a", seconds=1.0, said=said)
-    with pytest.raises(CommunicationError, match=rf"no launcher answers at 127.0.0.1:{where[1]} after 1 seconds: "):
+    with pytest.raises(CommunicationError, match=rf"no launcher answered at 127.0.0.1:{where[1]} within 1 seconds: "):
         alone.connect()
     assert alone.failed
     assert said.has(f"waiting for the launcher at 127.0.0.1:{where[1]} (")
@@ -518,9 +518,7 @@ def test_a_client_without_a_server_says_so() -> None:
 def test_a_client_whose_others_do_not_come_says_so(where: tuple[str, int]) -> None:
     said = Said()
     alone = client(where, "a", seconds=1.0, said=said)
-    with pytest.raises(
-        CommunicationError, match=rf"the other hosts have not joined at 127.0.0.1:{where[1]} within 1 sec"
-    ):
+    with pytest.raises(CommunicationError, match=rf"the other hosts did not join at 127.0.0.1:{where[1]} within 1 sec"):
         alone.join(5)
     assert alone.failed
     assert said == [f"waiting at 127.0.0.1:{where[1]} for the other hosts to join"]
@@ -532,7 +530,7 @@ def test_a_client_that_is_refused_raises_by_the_reason(where: tuple[str, int], p
     for answer in [pool.submit(host.join, port) for host, port in zip(hosts, (5, 0), strict=True)]:
         with pytest.raises(ConfigError, match="x: ") as error:
             answer.result(30)
-        assert error.value.hint == "start all hosts with the same settings"
+        assert error.value.hint == "use the same settings on all hosts"
     assert all(host.failed for host in hosts)
 
 

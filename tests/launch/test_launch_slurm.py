@@ -37,7 +37,7 @@ def test_the_first_of_a_list_of_hosts(text: str, host: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "gpu[", "gpu[1-]", "gpu[a-b]", "gpu]1[", "]", ","])
 def test_what_is_no_list(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a list of hosts"):
+    with pytest.raises(ConfigError, match="expected a list of hosts"):
         first_host(text)
 
 
@@ -63,7 +63,7 @@ def test_outside_and_on_one_host_nothing_is_set() -> None:
     ("change", "words"),
     [
         ({"SLURM_NTASKS": "16"}, "srun started 16 tasks on 2 hosts"),
-        ({"SLURM_NTASKS": "1"}, "has 2 hosts, and this was started on 1 of them"),
+        ({"SLURM_NTASKS": "1"}, "has 2 hosts, but the launcher was started on 1 of them"),
         ({"SLURM_STEP_ID": None}, "srun --ntasks-per-node=1"),
         ({"SLURM_NNODES": "two"}, r"\$SLURM_NNODES must be a whole number"),
     ],

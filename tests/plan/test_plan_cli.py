@@ -110,14 +110,14 @@ def test_what_does_not_fit_comes_with_changes() -> None:
         (["-m", "Lama-2-7B", "-d", "8xH100"], "did you mean Llama-2-7B"),
         (["-m", "Llama-2-7B", "-d", "8xH1000"], "did you mean H100"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "FULL"], "use one of FULL_SHARD"),
-        (["-m", "Llama-2-7B", "-d", "8xH100", "--hosts", "3"], "shared equally by 3 hosts"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--hosts", "3"], "divided evenly among 3 hosts"),
         (["-m", "Llama-2-7B", "-d", "0xH100"], "8xH100"),
         (["-m", "Llama-2-7B"], "--devices 8xH100"),
         (["-d", "8xH100"], "--model Llama"),
-        (["-m", "Llama-2-7B", "-d", "8xH100", "--method", "lora", "--lora-targets", "query"], "it has down_proj"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--method", "lora", "--lora-targets", "query"], "hint: use down_proj"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "4", "--shard-size", "3"], "does not divide world size 8"),
         (["-m", "GPT-2", "-d", "2xnothing.json"], "--calibrate"),
-        (["-m", "GPT-2", "-d", "8"], "write it as 8xH100"),
+        (["-m", "GPT-2", "-d", "8"], "write for example 8xH100"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--batch_size", "4"], "No such option: --batch"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "zero3"], "stage 3 is FULL_SHARD"),
         (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "2048"], "positions for 1024 tokens"),
@@ -166,7 +166,7 @@ def test_an_unknown_setting_in_python() -> None:
 
 
 def test_adapters_go_with_adapters() -> None:
-    with pytest.raises(ConfigError, match="lora_rank and lora_targets: full training has no adapters"):
+    with pytest.raises(ConfigError, match="full training has no adapters, got lora_rank and lora_targets"):
         Job.of({"lora_rank": 8, "lora_targets": "q_proj"})
 
 
@@ -445,7 +445,7 @@ def test_what_is_recommended_fits(
     try:
         found = search(shape, job, cluster)
     except ConfigError as error:
-        assert "nothing fits" in str(error)
+        assert "no plan fits" in str(error)
         found = []
     plan = evaluate(shape, job, cluster)
     proposed = [change.plan for change in changes_that_fit(plan)] if not plan.fits else []

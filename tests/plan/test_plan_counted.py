@@ -106,7 +106,7 @@ def test_numbers_that_json_has_not(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_what_transformers_cannot_build_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="cannot build it"):
+    with pytest.raises(ConfigError, match="cannot build the model"):
         counted({**GRANITE, "hidden_size": "wide"}, where="config.json")
 
 

@@ -212,7 +212,7 @@ def test_a_step_with_a_loss_in_chunks_takes_longer() -> None:
 
 
 def test_a_chunk_of_a_whole_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match="loss_chunk with loss eager"):
+    with pytest.raises(ConfigError, match="loss_chunk requires loss fused, but loss is eager"):
         Job.of({"loss_chunk": 512})
 
 

@@ -272,8 +272,8 @@ def test_a_window_is_in_the_layers_that_have_one() -> None:
         ("Qwen3-9B", "did you mean Qwen3-8B"),
         ("gpt-4", "did you mean GPT-2"),
         ("nothing-like-it", "known names"),
-        ("1e999", "no model '1e999'"),
-        ("0", "no Llama of 1 layers of width 64 has so few as 0 parameters\nhint: give a config.json"),
+        ("1e999", "there is no model '1e999'"),
+        ("0", "a Llama of 1 layers and width 64 has more than 0 parameters\nhint: give a config.json"),
     ],
 )
 def test_unknown_names_get_suggestions(text: str, expected: str) -> None:
@@ -288,7 +288,7 @@ def test_faults_of_a_file(tmp_path: Path) -> None:
         ("[]", "expected an object"),
         ("{}", "no model_type"),
         (json.dumps({"model_type": "lama"}), "did you mean 'llama'"),
-        (json.dumps({"model_type": "llama", "hidden_size": 64}), "no field vocab_size"),
+        (json.dumps({"model_type": "llama", "hidden_size": 64}), "the field vocab_size is missing"),
         (json.dumps({**small("llama"), "vocab_size": -1}), "vocab_size is -1"),
         (json.dumps({**small("llama"), "model_type": "brand_new", "num_experts": 4}), "mixture of experts"),
     ]:
@@ -300,10 +300,10 @@ def test_faults_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"num_key_value_heads": 16}, "8 attention heads cannot share 16 key-value heads equally"),
-        ({"num_experts_per_tok": 9}, "a token goes to 9 experts, and there are 8"),
+        ({"num_key_value_heads": 16}, "8 attention heads cannot be divided evenly among 16 key-value heads"),
+        ({"num_experts_per_tok": 9}, "a token is routed to 9 experts, but there are only 8"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
-        ({"hidden_size": 4}, "hidden_size 4 has no room for 8 attention heads"),
+        ({"hidden_size": 4}, "hidden_size 4 is too small for 8 attention heads"),
         ({"layer_types": 5}, "layer_types is 5, expected a list"),
         ({"model_type": "qwen2_moe", "num_experts": 8, "mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list"),
     ],

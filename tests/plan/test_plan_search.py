@@ -188,7 +188,7 @@ def test_the_margin() -> None:
     cluster = parse_cluster("2xA10G")
     tight, loose = (search(model, Job.of({}), cluster, margin=margin)[0] for margin in (0.4, 1.0))
     assert tight.memory.needed <= 0.4 * cluster.device.memory < loose.memory.needed
-    with pytest.raises(ConfigError, match=r"2% of that may be filled \(--margin\)"):
+    with pytest.raises(ConfigError, match=r"but only 2% of the memory may be used \(--margin\)"):
         search(model, Job.of({}), cluster, margin=0.02)
 
 

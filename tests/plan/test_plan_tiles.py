@@ -176,12 +176,12 @@ def test_published_speeds(name: str) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
-        ("Llama-3.1-8B", {"tp": 3}, "32 heads cannot be shared by 3"),
+        ("Llama-3.1-8B", {"tp": 3}, "32 heads cannot be divided evenly among 3"),
         ("Llama-3.1-8B", {"tp": 16}, "8 kv_heads"),
         ("GPT-2", {"tp": 2}, "its head is its embedding"),
-        ("Llama-3.1-8B", {"tp": 2, "method": "lora"}, "tp with method lora"),
-        ("Llama-3.1-8B", {"tp": 2, "optimizer": "muon"}, "tp with optimizer muon"),
-        ("Llama-3.1-8B", {"tp": 2, "wrap_embeddings": True}, "tp with wrap_embeddings"),
+        ("Llama-3.1-8B", {"tp": 2, "method": "lora"}, "tp together with method lora"),
+        ("Llama-3.1-8B", {"tp": 2, "optimizer": "muon"}, "tp together with optimizer muon"),
+        ("Llama-3.1-8B", {"tp": 2, "wrap_embeddings": True}, "tp together with wrap_embeddings"),
     ],
 )
 def test_what_is_not_planned_is_refused_by_name(model: str, settings: dict[str, Any], words: str) -> None:

@@ -130,7 +130,7 @@ def test_a_calibration_with_other_figures_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     write_calibration(MEASURED, path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "replicate_link": 1e9}))
-    with pytest.raises(ConfigError, match=r"no calibration: .*replicate_link.*\nhint: make one"):
+    with pytest.raises(ConfigError, match=r"is not a calibration file: .*replicate_link.*\nhint: create one"):
         find_device(str(path))
 
 

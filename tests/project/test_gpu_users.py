@@ -136,12 +136,14 @@ def test_more_processes_than_gpus_are_refused(inputs: Path, tmp_path: Path) -> N
     words = [*FULLSHARD, "launch", "--num_processes", str(count + 1), str(SCRIPTS / "user_loop.py")]
     done = run_python(words, tmp_path, environment(), 60)
     assert done.returncode == 2, done.stderr
-    assert f"{count + 1} processes per host, and this host has {count} GPU" in done.stderr, done.stderr
+    assert f"{count + 1} processes per host need as many devices, but this host has {count} GPU" in done.stderr, (
+        done.stderr
+    )
     assert f"hint: use {count}, or --cpu" in done.stderr
     data = ["--model", str(inputs / "config.json"), "--data", str(inputs / "data.txt"), "--output-dir", str(tmp_path)]
     done = run_python([*FULLSHARD, "train", "--nproc", str(count + 1), *data], tmp_path, environment(), 60)
     assert done.returncode != 0
-    assert f"local rank {count} has no CUDA device: this host has {count}" in done.stderr, done.stderr
+    assert f"there is no CUDA device for local rank {count}: this host has {count}" in done.stderr, done.stderr
 
 
 def train(device: str, inputs: Path, output: Path, *more: str) -> str:

@@ -361,7 +361,7 @@ def test_export_loads_at_any_settings(run: Runner, tmp_path: Path) -> None:
         ({"model": "./nowhere/config.json"}, ConfigError, r"--model: no file or directory './nowhere/config.json'"),
         ({"model": "{inputs}/data.txt"}, ConfigError, r"cannot read the configuration of a model"),
         ({"wrap": "LlamaDecoderLayr"}, WrapError, r"LlamaDecoderLayer"),
-        ({"device": "cuda"}, ConfigError, r"has no CUDA device: this host has 0"),
+        ({"device": "cuda"}, ConfigError, r"no CUDA device for local rank 0: this host has 0"),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ import sys
 import types
 from importlib.machinery import SourceFileLoader
 
-TYPE_CHECKING = False  # importing `typing` costs a tenth of Python's own start
+TYPE_CHECKING = False  # importing `typing` adds a tenth to Python's startup time
 if TYPE_CHECKING:
     from typing import NoReturn, TextIO
 
@@ -25,7 +25,7 @@ LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Set by the launcher for its workers."""
 
 PREEMPTION_DIR = "FULLSHARD_PREEMPTION_DIR"
-"""Set by the launcher: the directory in which a process says that it listens to signals, or stops because of one."""
+"""Set by the launcher: the directory in which a process reports that it listens for signals, or stops for one."""
 
 TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 """Set by the command line: the module whose `install()` is called when a script imports Transformers."""
@@ -50,17 +50,17 @@ WATCHED = {
         "call accelerator.keep_copy(step) after each step, or use fullshard.checkpoint.MemoryCopies",
     ),
 }
-"""Settings that a script may leave without effect: the variable that tells a worker of one, the module that is imported
-where it has one, why it has none, and what to do."""
+"""Settings that may have no effect in a script. Each has the variable that passes it to a worker, the module that is
+imported if it takes effect, the reason why it may not, and what to do about it."""
 
 STACK_SIGNAL = 40
-"""A signal of those that nobody else uses (real-time signals of Linux): leave the stack of every thread."""
+"""The signal that asks a process for its threads' stacks: a Linux real-time signal that nothing else uses."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The file in which torchelastic looks for a worker's failure."""
 
 EXIT_SECONDS = 10
-"""Seconds that a failed process may spend in exit handlers; its threads may wait for ranks that are gone."""
+"""Seconds that a failed process may spend in exit handlers, because its threads may wait for ranks that have ended."""
 
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -78,9 +78,9 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        # A shell script between the two ends with the launcher, and this process ends with the script.
+        # A shell script between the launcher and this process ends with the launcher, and this process with the script.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if int(launcher_pid) not in _ancestors():  # the launcher ended before the request
+        if int(launcher_pid) not in _ancestors():  # the launcher ended before prctl took effect
             os._exit(1)
 
 
@@ -104,7 +104,7 @@ def leave_stacks() -> None:
     import faulthandler
 
     with contextlib.suppress(OSError):
-        # Kept open, because the handler must not open anything.
+        # The file stays open, because a signal handler must not open files.
         _kept.append(open(os.path.join(directory, f"stack-{os.getpid()}"), "w", encoding="utf-8"))  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, file=_kept[0], all_threads=True)
 
@@ -145,10 +145,10 @@ def main() -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)  # or lines of ranks that write into a pipe arrive late
+            stream.reconfigure(line_buffering=True)  # otherwise lines that ranks write to a pipe arrive late
     sys.meta_path.insert(0, _ShardTrainers())
     atexit.register(_end_if_failed)  # first registered, so it runs last
-    atexit.register(leave_process_group)  # and this after the script's own
+    atexit.register(leave_process_group)  # runs after the script's own handlers
     try:
         _run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
@@ -237,14 +237,14 @@ def _fail(error: Exception) -> NoReturn:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frames = frames.tb_next
-    # An existing report comes from torchelastic's `record` around the script's own main function.
+    # If a report exists, torchelastic's `record` around the script's main function has written it.
     reported = os.path.isfile(os.environ.get(ERROR_FILE, ""))
     if not reported:
         text = "".join(traceback.format_exception(type(error), error, frames))
         if not write_report("".join(traceback.format_exception_only(error)).strip(), text):
             sys.stderr.write(text)
     ours = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.")
-    if not ours:  # trackers and debuggers need the hook; torch's own would only print the same again
+    if not ours:  # trackers and debuggers need the hook; torch's hook would only print the same text again
         sys.excepthook(type(error), error, frames)
     _failures.append(error)
     end = threading.Timer(EXIT_SECONDS, os._exit, (1,))
@@ -265,7 +265,9 @@ def _end_if_failed() -> None:
     if "logging" in sys.modules:
         sys.modules["logging"].shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no reader, is closed, or does not exist
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError
+        ):  # the stream has no reader, is closed, or does not exist
             stream.flush()
     os._exit(1)
 

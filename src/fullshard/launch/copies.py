@@ -36,11 +36,14 @@ def find_copies_directory() -> Path:
     name = COPIES_DIR.read()
     if not name:
         raise ConfigError(
-            "max_lost_steps: copies in host memory lie with the launcher, and fullshard's has not started this process",
-            hint=f"use `fullshard launch`, or `train` and `sft` with --nproc, on a system with {MEMORY}; else leave it "
-            "out",
+            "max_lost_steps needs fullshard's launcher, which holds the copies in host memory, but it did not start "
+            "this process",
+            hint=(
+                f"use `fullshard launch`, or `train` and `sft` with --nproc, on a system with {MEMORY}, or remove "
+                "max_lost_steps"
+            ),
         )
     path = Path(name)
     if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.geteuid():
-        raise ConfigError(f"{path} is no directory of this user", hint="start the launcher again")
+        raise ConfigError(f"{path} is not a directory that belongs to this user", hint="restart the launcher")
     return path

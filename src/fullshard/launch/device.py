@@ -19,8 +19,8 @@ def kind_of(wanted: str) -> str:
     kind = (here or "cpu") if wanted == "auto" else wanted
     if kind == "tpu":
         raise ConfigError(
-            "fullshard starts no TPU jobs: PyTorch/XLA's own launcher does",
-            hint="train with fullshard.integrations.xla (docs/xla.md), or use --device cpu",
+            "fullshard does not start TPU jobs",
+            hint="train with fullshard.integrations.xla and PyTorch/XLA's launcher (docs/xla.md), or use --device cpu",
         )
     if kind not in (here, "cpu"):
         raise ConfigError(f"unknown device {wanted!r}", hint="use auto, cpu or cuda")

@@ -20,7 +20,7 @@ from fullshard.core.sizes import MIB, format_nbytes
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
 
 _SMALL_SHARED_MEMORY = 64 * MIB
-"""A container's default size, and too little for several ranks."""
+"""The default size in containers, which is too small for several ranks."""
 
 _FEW_OPEN_FILES = 1024
 _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -84,7 +84,7 @@ def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not reading.problems:
         try:
             resolve([reading])
-        except ConfigError as error:  # each is readable, but out of bounds or in conflict with another
+        except ConfigError as error:  # the values are well-formed, but out of range or in conflict
             yield Finding(plain_message(error), error.hint or "unset it")
 
 
@@ -92,7 +92,7 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
     known = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environ.get(variable, "")
-        if value.startswith("^"):  # NCCL: all but these
+        if value.startswith("^"):  # in NCCL this excludes the named interfaces
             continue
         is_exact = value.startswith("=") or variable.startswith("GLOO")  # NCCL takes prefixes
         for name in filter(None, value.removeprefix("=").split(",")):

@@ -116,7 +116,7 @@ def _apart(mine: torch.Tensor, same: torch.Tensor) -> float:
 
 
 def _train(model: nn.Module, device: torch.device) -> list[float]:
-    generator = torch.Generator().manual_seed(dist.get_rank())  # every rank has data of its own
+    generator = torch.Generator().manual_seed(dist.get_rank())  # every rank has different data
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(_STEPS):

@@ -53,8 +53,8 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
     local_rank = _number(environ, "LOCAL_RANK", default=rank % max(1, local_world_size))
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         raise ConfigError(
-            f"inconsistent environment: RANK={rank} of WORLD_SIZE={world_size}, "
-            f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world_size}"
+            f"the environment variables are inconsistent: RANK={rank}, WORLD_SIZE={world_size}, "
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}",
         )
     return RankEnvironment(rank, world_size, local_rank, local_world_size, launched=True)
 
@@ -97,7 +97,7 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
     count = devices.count(kind)
     if environment.local_rank >= count:
         raise ConfigError(
-            f"local rank {environment.local_rank} has no {kind.upper()} device: this host has {count}",
+            f"there is no {kind.upper()} device for local rank {environment.local_rank}: this host has {count}",
             hint=f"start at most {count} processes per host, or use --device cpu" if count else "use --device cpu",
         )
     return devices.select(kind, environment.local_rank)
@@ -135,7 +135,7 @@ def init_process_group_from_environment(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    rest_at_exit()  # a script may leave the group open, under a launcher that is not fullshard's
+    rest_at_exit()  # a script may leave the group open under another launcher
     return environment
 
 

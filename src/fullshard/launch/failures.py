@@ -54,7 +54,7 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last:
         return f"{message}\n"
     how = f"{'was ended by' if failure.exitcode < 0 else 'failed with'} {how_it_ended(failure)}"
     if traceback is not None and failure.exitcode < 0:
-        how = "failed"  # the signal came while it ended because of that error
+        how = "failed"  # the signal arrived while the process was ending because of that error
     text = f"\nrank {rank} of {world_size} (process {failure.pid} on {socket.gethostname()}) {how}\n"
     if -failure.exitcode == signal.SIGKILL and traceback is None:
         text += "hint: if nobody killed it, the system was out of memory; use more processes or a smaller batch\n"

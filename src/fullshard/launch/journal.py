@@ -33,7 +33,7 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
     told = PREEMPTION_DIR.read()
     if told and environment.local_rank == 0:
         part = Path(told) / f"{TOLD}-{os.getpid()}"
-        with contextlib.suppress(OSError):  # of a job that is over
+        with contextlib.suppress(OSError):  # the job may have ended
             part.write_text(str(path), encoding="utf-8")
             part.replace(Path(told) / TOLD)
     if environment.is_main:

@@ -72,9 +72,9 @@ SHUTDOWN_SECONDS = 3
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _MESSAGES = ("SIGUSR1", "SIGUSR2")
-"""Signals for the processes, which never end the launcher."""
+"""Signals that are meant for the processes and never end the launcher."""
 _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
-"""Loggers that report every ended process in their own words; `failure_report` says it once."""
+"""Loggers that would also report every process that ends. `failure_report` reports the failure once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class LaunchJob:
     command: tuple[str, ...]  # of every worker
     nproc: int
     launch: LaunchConfig
-    variables: Mapping[str, str] = field(default_factory=dict)  # besides the inherited ones
+    variables: Mapping[str, str] = field(default_factory=dict)  # in addition to the inherited ones
     same: Mapping[str, str] = field(default_factory=dict)  # values that must be equal on all hosts, by name
     join_timeout: float = JOIN_SECONDS
     last_call: float = LAST_CALL_SECONDS
@@ -130,7 +130,7 @@ def run_job(job: LaunchJob) -> int:
     """
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    for stream in (sys.stdout, sys.stderr):  # or lines of ranks arrive late where nobody sees them at once
+    for stream in (sys.stdout, sys.stderr):  # otherwise lines of ranks arrive late if the output is not a terminal
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     adopt_orphans()
@@ -162,7 +162,7 @@ def say(line: str) -> None:
 
 
 def _tell(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed; from a signal handler, amid another line
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed, or called by a signal handler during a write
         sys.stderr.write(text)
 
 
@@ -171,7 +171,9 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, job: LaunchJob, logs: RankLogs, preemption: Path) -> None:
         self._job, self._logs, self._preemption = job, logs, preemption
-        self._asked: list[tuple[signal.Signals, float]] = []  # to end, until when
+        self._asked: list[
+            tuple[signal.Signals, float]
+        ] = []  # signals that asked the job to end, each with its deadline
         self._scene = Scene(preemption)
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
@@ -184,7 +186,7 @@ class Agent(LocalElasticAgent):
         spec = WorkerSpec(
             role=job.launch.role,
             local_world_size=job.nproc,
-            # torchelastic replaces ${local_rank} in arguments, and so `$$` too.
+            # torchelastic substitutes ${local_rank} in arguments, so a dollar sign must be doubled.
             entrypoint=job.command[0],
             args=tuple(argument.replace("$", "$$") for argument in job.command[1:]),
             rdzv_handler=self._handler,
@@ -237,7 +239,7 @@ class Agent(LocalElasticAgent):
             return PREEMPTED
         _show_cursor()
         if cause is not None and not cause.here:
-            # Noted there; where hosts share no disk, it is not in this one's file.
+            # The other host has recorded it. Without a shared disk, this host's file does not contain it.
             say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
             _tell(self._told(cause))
             return 1
@@ -293,11 +295,11 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         address = self._client.address if self._client is not None else LOOPBACK
         interface = interface_of(address)
-        shutil.rmtree(self._preemption, ignore_errors=True)  # of an earlier attempt
+        shutil.rmtree(self._preemption, ignore_errors=True)  # left by an earlier attempt
         self._preemption.mkdir(parents=True)
         own = {LAUNCHER_PID: str(os.getpid()), PREEMPTION_DIR: str(self._preemption)}
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            # From the host's name Gloo often gets an address that nothing can reach.
+            # Gloo would resolve the host's name, which often gives an address that cannot be reached.
             own["GLOO_SOCKET_IFNAME"] = interface
         if self._membership is not None:
             self._membership.begin()
@@ -310,7 +312,7 @@ class Agent(LocalElasticAgent):
         torch_private.close_streams(context)
         close = context.close
         # When a worker fails, torchelastic would give the others 30 seconds.
-        asked, client = self._asked, self._client  # not `self`, because the context is a part of it
+        asked, client = self._asked, self._client  # not `self`, because `self` holds the context
         scene = self._scene = Scene(self._preemption)
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
 
@@ -334,7 +336,7 @@ class Agent(LocalElasticAgent):
             raise SignalException(f"signal {number}", sigval=number)
         if self._asked:  # the same request
             return
-        # The signal would end ranks that do not listen (yet); they learn of it from those that do.
+        # The signal would end ranks that do not listen yet. They learn about it from ranks that do.
         workers = torch_private.worker_context(self)
         for pid in listening or (workers.pids().values() if workers is not None else ()):
             with contextlib.suppress(ProcessLookupError):
@@ -394,23 +396,23 @@ class Agent(LocalElasticAgent):
         else:
             self._note(Happening.RESTART, number=number, of=self._job.launch.max_restarts)
             say(f"starting all processes again ({number} of {self._job.launch.max_restarts} restarts)")
-        # The last references: a store on a fixed port must be gone before the next one can listen there.
+        # Drop the last references: the next store on a fixed port can only listen once this one is closed.
         worker_group.store = None
         torch_private.forget_store(self)
         super()._restart_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        leaves = self._membership is not None and bool(self._asked)  # the others go on without this host
+        leaves = self._membership is not None and bool(self._asked)  # the other hosts continue without this one
         if self._client is not None and not leaves:
             self._client.finish()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
         self._heard_late = []
-        with _signals_to(self._heard_late.append):  # a second Ctrl-C must not leave half of the processes behind
+        with _signals_to(self._heard_late.append):  # a second Ctrl-C must not leave processes behind
             workers = torch_private.worker_context(self)
             if workers is not None:
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
-            super()._shutdown(death_sig)  # its other processes; before 2.13 it gives workers half a minute
+            super()._shutdown(death_sig)  # ends its other processes; before 2.13 it gives workers half a minute
             end_descendants(self._groups, spared=self._elsewhere)
 
 

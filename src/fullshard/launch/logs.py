@@ -39,11 +39,11 @@ def _selection(name: str, text: str | None, is_kept: bool) -> Std | dict[int, St
     if text is None:
         return Std.NONE
     if not is_kept:
-        raise ConfigError(f"--{name} writes files", hint="say where with --log_dir DIRECTORY")
+        raise ConfigError(f"--{name} writes files, but no directory was given", hint="add --log_dir DIRECTORY")
     try:
         return Std.from_str(text)
     except ValueError:
         raise ConfigError(
-            f"--{name}: expected 0 to 3, or RANK:0..3 separated by commas, got {text!r}",
-            hint="1 is standard output, 2 standard error, 3 both; 0:3,1:1 names local ranks",
+            f"--{name} must be 0 to 3, or RANK:0..3 separated by commas, got {text!r}",
+            hint="use 1 for standard output, 2 for standard error, or 3 for both; 0:3,1:1 sets them by local rank",
         ) from None

@@ -17,7 +17,7 @@ _PLACED_OTHERWISE = (
     *("print", "dry_run", "standalone", "num_machines", "nnodes", "machine_rank", "node_rank", "rdzv_endpoint"),
     *("main_process_ip", "master_addr", "main_process_port", "master_port", "rdzv_backend", "rdzv_id"),
 )
-"""Flags whose values come from Slurm or Kubernetes."""
+"""Flags that get their values from Slurm or Kubernetes."""
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
@@ -28,7 +28,8 @@ def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
     writers = {"slurm": _slurm, "kubernetes": _kubernetes, "trainjob": _trainjob}
     if kind not in writers:
         raise ConfigError(
-            f"--print: expected slurm, kubernetes or trainjob, got {kind!r}", hint="for example --print slurm"
+            f"--print must be slurm, kubernetes or trainjob, got {kind!r}",
+            hint="use for example --print slurm",
         )
     flags = [word for name, words in line.given if name not in _PLACED_OTHERWISE for word in words]
     return writers[kind](flags, [str(line.target), *line.arguments], plan, _name(str(line.target)))
@@ -70,7 +71,7 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
     hosts = plan.launch.num_machines
     place = []
     if hosts > 1:
-        # The operator gives every pod a service with the pod's name, and the pod's number in RANK.
+        # The operator creates a service with the pod's name for every pod, and puts the pod's number into RANK.
         place = [
             *("--num_machines", str(hosts), "--machine_rank", "$(RANK)", "--main_process_ip", f"{name}-master-0"),
             *("--main_process_port", str(plan.launch.main_process_port or DEFAULT_PORT)),
@@ -85,7 +86,7 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
     container["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     pod = {
         "containers": [container],
-        # Data loaders and NCCL need more shared memory than the 64 MiB that a pod gets.
+        # Data loaders and NCCL need more shared memory than a pod's default of 64 MiB.
         "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }
 

@@ -45,7 +45,7 @@ class Membership:
 
         `is_asked` means that this host was told to end.
         """
-        if is_asked:  # also if another host that was asked, too, has ended first
+        if is_asked:  # even if another host that was asked to end has ended first
             return False
         cause = self._client.root_cause
         if result.state is WorkerState.SUCCEEDED:
@@ -54,7 +54,7 @@ class Membership:
             self._say("going on with the hosts that are left, from the newest checkpoint")
             return True
         if not self._client.waits or result.is_failed():
-            return self._client.waits  # others have begun again before this host learned why
+            return self._client.waits  # the others have restarted before this host learned the reason
         if self._until is None:
             self._until = time.monotonic() + self._ask_to_save()
         return time.monotonic() >= self._until

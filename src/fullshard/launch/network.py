@@ -13,7 +13,7 @@ from pathlib import Path
 from fullshard.core.errors import ConfigError
 
 DEFAULT_PORT = 29500
-"""Port at which launchers meet if no port is named."""
+"""The rendezvous port if no port is given."""
 
 _SIOCGIFADDR = 0x8915
 
@@ -27,12 +27,12 @@ def resolve(host: str, timeout_seconds: float) -> str:
     while True:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            # Prefer version 4: Gloo and NCCL look for it first.
+            # Prefer IPv4, which Gloo and NCCL also try first.
             return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
         except socket.gaierror as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"main_process_ip = {host} is not a known host: {error.strerror}",
+                    f"main_process_ip is {host}, which cannot be resolved: {error.strerror}",
                     hint="give the address of the host with machine rank 0",
                 ) from None
             time.sleep(0.5)

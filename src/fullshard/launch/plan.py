@@ -34,8 +34,8 @@ class LaunchPlan:
     device: str
     per_host: int  # processes
     join_timeout: float  # seconds to wait for the other hosts
-    last_call: float  # seconds to wait for more of them than there must be
-    variables: dict[str, str]  # besides the inherited ones, and what torchelastic sets
+    last_call: float  # seconds to wait for more hosts than are required
+    variables: dict[str, str]  # in addition to inherited ones and those that torchelastic sets
     command: tuple[str, ...]
 
     @property
@@ -89,8 +89,8 @@ def make_plan(
     launch = said.config.launch
     if launch.is_elastic and elsewhere:
         raise ConfigError(
-            f"{launch.min_machines} to {launch.num_machines} hosts with --print: a cluster's job has a fixed number",
-            hint="give one number",
+            f"--print needs a fixed number of hosts, got {launch.min_machines} to {launch.num_machines}",
+            hint="give a single number of hosts",
         )
     if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
         device, devices = "cuda", launch.num_processes // launch.num_machines
@@ -107,16 +107,17 @@ def make_plan(
     if device != "cpu" and per_host > devices:
         what = "GPU" if device == "cuda" else device.upper()
         raise ConfigError(
-            f"{resolved.origin('launch.num_processes')}: {per_host} processes per host, and this host has {devices} "
-            f"{what}{'s' if devices > 1 else ''}",
+            f"{resolved.origin('launch.num_processes')}: {per_host} processes per host need as many devices, "
+            f"but this host has {devices} {what}{'s' if devices > 1 else ''}",
             hint=f"use {devices * launch.num_machines}, or --cpu",
         )
     if device == "cpu" and not elsewhere:
         check_count(per_host, f"{resolved.origin('launch.num_processes')}: ")
     if launch.num_machines > 1 and launch.main_process_ip is None and not elsewhere:
         raise ConfigError(
-            f"{resolved.origin('launch.num_machines')}: {launch.num_machines} hosts, and main_process_ip is not given",
-            hint="give --main_process_ip ADDRESS, that of the host with machine rank 0, on every host",
+            f"{resolved.origin('launch.num_machines')}: {launch.num_machines} hosts need main_process_ip, which is "
+            "not set",
+            hint="on every host, set --main_process_ip to the address of the host with machine rank 0",
         )
     _check_every_size(resolved, per_host)
     return LaunchPlan(
@@ -151,14 +152,14 @@ def _check_every_size(resolved: Resolved, per_host: int) -> None:
             sharding.resolved_strategy().mesh_shape(per_host * hosts, sharding.resolved_shard_size(per_host))
         except ConfigError as error:
             raise ConfigError(
-                f"{resolved.origin('launch.min_machines')}: with {hosts} of {launch.num_machines} hosts "
-                f"{plain_message(error)}",
+                f"{resolved.origin('launch.min_machines')}: the job cannot run on {hosts} of {launch.num_machines} "
+                f"hosts: {plain_message(error)}",
                 hint=error.hint,
             ) from None
 
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-"""Backends of collectives, by kind of device."""
+"""Backends for collectives by kind of device."""
 
 
 def worker_command(line: CommandLine) -> tuple[str, ...]:
@@ -208,7 +209,7 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
         kind = kind_of(launch.device)
         count = 0 if kind == "cpu" else devices.count(kind)
     if count == 0 and launch.device == "cuda":
-        raise ConfigError("device = cuda, and this host has no GPU that torch can use", hint="use --cpu")
+        raise ConfigError("device is cuda, but this host has no GPU that torch can use", hint="use --cpu")
     return (kind, count) if count else ("cpu", 0)
 
 
@@ -224,8 +225,8 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
             number = 0.0
         if name not in seconds or not 0 < number < _MOST_SECONDS:
             raise ConfigError(
-                f"rdzv_conf: expected join_timeout=SECONDS or last_call_timeout=SECONDS, got {item!r}",
-                hint="other settings belong to rendezvous backends that are not used here",
+                f"rdzv_conf must contain join_timeout=SECONDS or last_call_timeout=SECONDS, got {item!r}",
+                hint="remove the other settings, which belong to rendezvous backends that fullshard does not use",
             )
         seconds[name] = number
     return seconds["join_timeout"], seconds["last_call_timeout"]
@@ -233,12 +234,18 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
 
 def script_exists(line: CommandLine) -> None:
     """Raise `ConfigError` if no script was named, or if the script does not exist."""
-    if not line.target:  # nor does an empty shell variable name one
-        raise ConfigError("no script was named", hint="fullshard launch [flags] script.py [arguments of the script]")
+    if not line.target:  # an empty shell variable does not name a script either
+        raise ConfigError(
+            "no script was given",
+            hint="run `fullshard launch [flags] script.py [arguments of the script]`",
+        )
     path = Path(line.target)
     if line.kind == "script" and not path.exists():
         close = sorted(file.name for file in Path(path.parent).glob("*.py"))[:8] if path.parent.is_dir() else []
         hint = f"{path.parent} has {', '.join(close)}" if close else "check the path; `-m` runs a module"
         raise ConfigError(f"the script {line.target} does not exist", hint=hint)
     if line.kind == "script" and path.is_dir() and not (path / "__main__.py").is_file():
-        raise ConfigError(f"{line.target} is a folder without a __main__.py", hint="name the script in it")
+        raise ConfigError(
+            f"the directory {line.target} does not contain a __main__.py",
+            hint="give the path of a script",
+        )

@@ -29,11 +29,11 @@ from fullshard.core.stopping import STOPPING
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 
 PREEMPTED = 75
-"""Exit code of a job that has saved and ended because it was asked to: start it again to go on."""
+"""Exit code of a job that saved and ended on request. Start it again to continue."""
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 AGAIN_SECONDS = 1.0
-"""A signal that comes sooner is the same request, passed on by both a scheduler and a launcher."""
+"""A signal that arrives sooner belongs to the same request, which both a scheduler and a launcher passed on."""
 
 _heard: list[float] = []
 _is_armed: list[bool] = []
@@ -75,7 +75,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
         _heard.append(now)
         STOPPING.is_wanted = True
         if LAUNCHER_PID not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-            for name in SIGNALS:  # at once, wherever the process waits
+            for name in SIGNALS:  # interrupts the process immediately, wherever it waits
                 signal.signal(signal.Signals[name], signal.SIG_DFL)
     elif now - _heard[0] > AGAIN_SECONDS:
         os._exit(128 + number)
@@ -100,7 +100,7 @@ def _tell_launcher(what: str) -> None:
     """Leave an empty file where the launcher looks for it. The name of the file is the message."""
     directory = os.environ.get(PREEMPTION_DIR)
     if directory:
-        with contextlib.suppress(OSError):  # of a job that is over
+        with contextlib.suppress(OSError):  # the job may have ended
             (Path(directory) / f"{what}-{os.getpid()}").touch()
 
 

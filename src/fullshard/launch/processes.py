@@ -17,7 +17,7 @@ from fullshard.core.errors import ConfigError
 _MOST_PER_PROCESSOR = 64
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_SECONDS = 1.0
-"""Seconds that a killed process may take to be gone."""
+"""Seconds that a killed process may take to disappear."""
 
 
 def threads_of_each(nproc: int) -> int:
@@ -33,8 +33,8 @@ def check_count(nproc: int, said_by: str = "") -> None:
     processors = usable_cpu_count()
     if nproc > (most := _MOST_PER_PROCESSOR * processors):
         raise ConfigError(
-            f"{said_by}{nproc} processes on this host, and it has {processors} processors",
-            hint=f"use at most {most}: one or two per processor are fast, more are for trials",
+            f"{said_by}{nproc} processes are too many for this host, which has {processors} processors",
+            hint=f"use at most {most}; more than two per processor are slow and only useful for trials",
         )
 
 
@@ -72,7 +72,7 @@ def reap_orphans(spared: Collection[int]) -> None:
     with contextlib.suppress(ChildProcessError):  # there are no children
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in spared:
-                return  # it stays the first result until that code has reaped it
+                return  # waitid returns this process again until the other code has reaped it
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
@@ -89,7 +89,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
                 os.killpg(group, signal.SIGKILL)
         return
     begin = time.monotonic()
-    # A killed process may have started another meanwhile, so repeat until none is found.
+    # A process may have started another before it was killed, so repeat until none is found.
     while (alive := [p for p in descendants() if p not in spared]) and time.monotonic() < begin + _PATIENCE_SECONDS:
         for process in alive:
             if _cleans_up(process) and time.monotonic() < begin + _PATIENCE_SECONDS / 2:
@@ -97,7 +97,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
-        for process in alive:  # the orphans among them were adopted; the others' parents wait for them
+        for process in alive:  # this process has adopted the orphans; the others have parents that reap them
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process, os.WNOHANG)
 

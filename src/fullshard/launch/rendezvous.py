@@ -21,7 +21,7 @@ from fullshard.launch.rendezvous_server import HostAssignment, RendezvousClient,
 LOOPBACK = "127.0.0.1"
 
 REACH_SECONDS = 30.0
-"""Seconds that a host waits for the first one's store; meanwhile it hears no signal."""
+"""Seconds that a host waits for the first host's store. It does not handle signals while it waits."""
 
 
 def open_store(address: str, port: int = 0) -> TCPStore:
@@ -48,11 +48,11 @@ def reach_store(address: str, port: int) -> TCPStore:
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=REACH_SECONDS))
     except DistError as error:
         raise CommunicationError(
-            f"the store of the first host does not answer at {address}:{port} after {REACH_SECONDS:g} seconds: "
+            f"the first host's store at {address}:{port} did not answer within {REACH_SECONDS:g} seconds: "
             + str(error).partition("\n")[0],
-            hint="see whether that host has failed; all ports between the hosts must be open",
+            hint="check whether that host has failed, and open all ports between the hosts",
         ) from None
-    store.set_timeout(timedelta(minutes=5))  # torch's own for what comes after
+    store.set_timeout(timedelta(minutes=5))  # torch's default, for later operations
     return store
 
 
@@ -80,7 +80,7 @@ class MultiHostRendezvous(OneHostRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all hosts have joined. Raises the same errors as `RendezvousClient.join`."""
         self.client.connect()
-        # Rank 0 is where the server is, so the store can be opened before ranks are known.
+        # Rank 0 is on the server's host, so the store can be opened before the ranks are assigned.
         store = None if self._server is None else open_store(self.client.address)
         start = self.client.join(0 if store is None else store.port)
         return _information(start, store or reach_store(start.address, start.port))
@@ -94,6 +94,6 @@ class MultiHostRendezvous(OneHostRendezvous):
 
 
 def _information(start: HostAssignment, store: TCPStore) -> RendezvousInfo:
-    # torchelastic's own keys stay apart from those of the workers.
+    # This keeps torchelastic's keys separate from the workers' keys.
     place = RendezvousStoreInfo(start.address, start.port or store.port)
     return RendezvousInfo(PrefixStore("fullshard.launch", store), start.rank, start.hosts, place)

@@ -43,25 +43,25 @@ from typing import Any
 from fullshard.core.errors import CommunicationError, ConfigError, printable
 from fullshard.core.files import parse_object
 
-KEEP_ALIVE_SECONDS = 1.0  # between two signs of life of each side
-TIMEOUT_SECONDS = 30.0  # silence after which a host counts as gone; TCP repeats what is lost after 12.6 s, and after 25
-PROOF_SECONDS = 10.0  # that a new connection may take to identify itself
-ROOT_CAUSE_SECONDS = 1.0  # that the server listens after the first failure, unless all hosts fail before
-JOIN_SECONDS = 600.0  # that a host waits for the required number of hosts
-LAST_CALL_SECONDS = 30.0  # that a job with the required number waits for further ones before its first start
-REGROUP_SECONDS = 1.0  # the same later, when all hosts that are left have joined
-CHALLENGE_SECONDS = 5.0  # that a launcher waits for the server's challenge before it connects again
-FIRST_SAID_SECONDS = 5.0  # that a launcher waits before it says so
+KEEP_ALIVE_SECONDS = 1.0  # between the keep-alive messages that each side sends
+TIMEOUT_SECONDS = 30.0  # silence after which a host counts as lost; TCP retransmits after 12.6 s and 25 s
+PROOF_SECONDS = 10.0  # for a new connection to identify itself
+ROOT_CAUSE_SECONDS = 1.0  # the server collects reports after a failure, unless all hosts have failed
+JOIN_SECONDS = 600.0  # a host waits for the required number of hosts
+LAST_CALL_SECONDS = 30.0  # a job with enough hosts waits for more before its first start
+REGROUP_SECONDS = 1.0  # the same before a restart, once all remaining hosts have joined
+CHALLENGE_SECONDS = 5.0  # a launcher waits for the server's challenge before it reconnects
+FIRST_SAID_SECONDS = 5.0  # a launcher waits before it prints that it waits
 
 _FIRST = (-1.0,)
-"""The order of a host that is gone, before everything else: what others report is of the connections to it."""
+"""The order of a lost host. It comes first, because other hosts only report their lost connections to it."""
 
-_PROOF_NBYTES = 64  # of a challenge, and of the answer
-_MOST_STRANGERS = 128  # connections outside the attempt, beyond two for each host; further ones are closed at once
-_LONGEST_NBYTES = 1 << 20  # of a message; and who leaves more unread is gone
-_CHUNK_NBYTES = 1 << 13  # read at a time, so that a busy sender leaves time for others
+_PROOF_NBYTES = 64  # length of a challenge and of the answer
+_MOST_STRANGERS = 128  # unidentified connections, beyond two per host; more are closed immediately
+_LONGEST_NBYTES = 1 << 20  # length of a message; a peer that leaves more unread counts as lost
+_CHUNK_NBYTES = 1 << 13  # read at a time, so that a busy sender does not block the others
 _LONGEST_HELLO_NBYTES = 1 << 16
-_LONGEST_SHOWN = 300  # characters of a host's text that are passed on to others
+_LONGEST_SHOWN = 300  # characters of a host's text that are passed on to other hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class RootCause:
 
     host: str
     text: str
-    here: bool = False  # whether that host is this one
-    lost: bool = False  # whether that host is gone, and has not failed
+    here: bool = False  # whether the failure was on this host
+    lost: bool = False  # whether the host was lost instead of reporting a failure
 
 
 def _proof(token: str, challenge: bytes) -> bytes:
@@ -124,7 +124,7 @@ class Connection:
         self.socket.settimeout(CHALLENGE_SECONDS)
         while len(challenge) < _PROOF_NBYTES:
             if not (chunk := self.socket.recv(_PROOF_NBYTES - len(challenge))):
-                raise ConnectionError("it closes the connection")
+                raise ConnectionError("the server closed the connection")
             challenge += chunk
         self.socket.settimeout(TIMEOUT_SECONDS)
         self._send(_proof(token, challenge))
@@ -177,11 +177,11 @@ class _Peer:
     heard: float
     hello: dict[str, Any] = field(default_factory=dict)
     admitted: bool = False
-    joined: int | None = None  # port of the store it has opened; 0 where it has opened none
+    joined: int | None = None  # port of the store it has opened; 0 if there is none
     since: float = 0.0
     running: bool = False
     done: bool = False
-    told: bool = False  # that another host waits
+    told: bool = False  # whether it knows that another host is waiting
     rank: int | None = None
 
     @property
@@ -242,7 +242,7 @@ class RendezvousServer(threading.Thread):
         try:
             opened, address = self._listening.accept()
             connection = Connection(opened)
-        except OSError:  # it has gone, or this process has no descriptor left for it
+        except OSError:  # the peer has left, or this process has no free file descriptor
             time.sleep(0.01)
             return
         if sum(not peer.running for peer in self._peers) >= _MOST_STRANGERS + 2 * self._hosts:
@@ -291,7 +291,7 @@ class RendezvousServer(threading.Thread):
         if messages is None:
             self._drop(peer, "is gone: its launcher was killed, or the network between the hosts failed")
             return
-        if messages:  # an incomplete message is no sign of life
+        if messages:  # an incomplete message does not count as a sign of life
             peer.heard = time.monotonic()
         try:
             for message in messages:
@@ -305,10 +305,10 @@ class RendezvousServer(threading.Thread):
         if kind == "hello":
             peer.hello = _checked_hello(message)
         elif not peer.hello:
-            raise ValueError(f"{kind} before hello")
+            raise ValueError(f"received {kind} before hello")
         elif kind == "join":
             peer.joined, peer.since, peer.done = _checked_port(message["port"]), time.monotonic(), False
-            peer.running &= not self._is_elastic  # it begins anew, with or without the others
+            peer.running &= not self._is_elastic  # it restarts, with or without the others
             if self._over is not None:
                 self._refuse([peer], self._over, "job")
             elif self._fits(peer):
@@ -361,7 +361,7 @@ class RendezvousServer(threading.Thread):
 
     def _start_if_ready(self) -> None:
         joined = [peer for peer in self._peers if peer.joined is not None]
-        # Not while an attempt is running, or before the server's host has joined: only that one has opened a store.
+        # Wait while an attempt is running, and until the server's host has joined: only that host has opened a store.
         if any(peer.running for peer in self._peers) or not any(peer.joined for peer in joined):
             return
         if len(joined) < self._hosts and not self._is_last_call_over(joined):
@@ -395,7 +395,7 @@ class RendezvousServer(threading.Thread):
         self._failures.append((order, peer, text))
         heard = [failed for _, failed, _ in self._failures]
         if order == _FIRST or all(other in heard for other in self._peers if other.running):
-            self._announce_at = time.monotonic()  # no later failure would change it
+            self._announce_at = time.monotonic()  # a later failure would not change the result
         elif self._announce_at is None:
             self._announce_at = time.monotonic() + ROOT_CAUSE_SECONDS
 
@@ -457,10 +457,10 @@ class RendezvousClient:
         self._start: HostAssignment | None = None
         self._refused: Exception | None = None
         self._running = self._done = False
-        self.root_cause: RootCause | None = None  # why the attempt that is running has failed
-        self.waits = False  # whether another host would join
+        self.root_cause: RootCause | None = None  # why the current attempt has failed
+        self.waits = False  # whether another host wants to join
         self.failed = False  # whether this host is about to end because of a failure
-        self.address = where[0]  # of this host on the network of the server, once connected
+        self.address = where[0]  # of this host on the server's network, once connected
 
     def join(self, port: int) -> HostAssignment:
         """Wait until all hosts are ready for the next attempt.
@@ -475,7 +475,7 @@ class RendezvousClient:
         joined_on, say_at = None, time.monotonic() + FIRST_SAID_SECONDS
         while time.monotonic() < deadline:
             connection = self.connect(deadline)
-            if connection is not joined_on:  # also after the host of the server has come back
+            if connection is not joined_on:  # also if the server's host has restarted
                 connection.send("join", port=port)
                 joined_on = connection
             with self._changed:
@@ -491,8 +491,8 @@ class RendezvousClient:
                 self._say(f"waiting at {_shown(self._where)} for the other hosts to join")
         self.failed = True
         raise CommunicationError(
-            f"the other hosts have not joined at {_shown(self._where)} within {self._timeout:.0f} seconds",
-            hint="start `fullshard launch` on every host; --rdzv_conf join_timeout=SECONDS waits longer",
+            f"the other hosts did not join at {_shown(self._where)} within {self._timeout:.0f} seconds",
+            hint="start `fullshard launch` on every host, or wait longer with --rdzv_conf join_timeout=SECONDS",
         )
 
     def report(self, order: tuple[float, float], text: str) -> RootCause | None:
@@ -524,7 +524,9 @@ class RendezvousClient:
         if connection is not None:
             connection.send("leave", failed=self.failed)
             if self._reader is not None:
-                self._reader.join(timeout=1)  # the server closes; closing first could lose the last message
+                self._reader.join(
+                    timeout=1
+                )  # let the server close the connection first, or the last message could be lost
             connection.close()
 
     def _send(self, kind: str, **content: Any) -> None:
@@ -543,8 +545,11 @@ class RendezvousClient:
                 if time.monotonic() > deadline:
                     self.failed = True
                     raise CommunicationError(
-                        f"no launcher answers at {_shown(self._where)} after {self._timeout:.0f} seconds: {error}",
-                        hint="start `fullshard launch` on the host with that address too, and let the port through",
+                        f"no launcher answered at {_shown(self._where)} within {self._timeout:.0f} seconds: {error}",
+                        hint=(
+                            "start `fullshard launch` on the host with that address too, and open the port in the "
+                            "firewall"
+                        ),
                     ) from None
                 if time.monotonic() > say_at:
                     say_at = float("inf")
@@ -597,7 +602,7 @@ class RendezvousClient:
         elif kind == "done":
             self._running, self._done = False, True
         elif kind == "refused" and message["error"] == "settings":
-            self._refused = ConfigError(message["text"], hint="start all hosts with the same settings")
+            self._refused = ConfigError(message["text"], hint="use the same settings on all hosts")
         elif kind == "refused":
             self._refused = CommunicationError(message["text"])
 

@@ -18,7 +18,7 @@ PACKAGES = (
     *("transformers", "tokenizers", "datasets", "accelerate", "peft", "trl", "bitsandbytes", "flash-attn"),
     *("deepspeed", "torchacc", "torch-xla", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
-"""Packages whose version matters to a run. Others are not listed."""
+"""Packages that are listed with their versions, because they affect a run."""
 
 VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
@@ -29,12 +29,12 @@ VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NODELIST"),
     *(*SWITCHES, "HF_HOME", "HF_HUB_OFFLINE"),
 )
-"""Variables that the report shows, besides those of `FAMILIES`."""
+"""Variables that the report shows in addition to those of `FAMILIES`."""
 
 FAMILIES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
 Report = dict[str, dict[str, str]]
-"""Section -> name -> value, all as text."""
+"""Sections, which map names to values, all as text."""
 
 
 def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:

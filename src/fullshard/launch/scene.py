@@ -16,10 +16,10 @@ from fullshard.core.process import read_status
 from fullshard.launch.bootstrap import STACK_SIGNAL
 
 _NOTICE_SECONDS = 1.0
-"""Seconds that the remaining ranks may take to notice the end of one, and to say where they waited for it."""
+"""Seconds for the remaining ranks to notice that one has ended, and to report where they waited for it."""
 _STACK_SECONDS = 1.0
 _STILL_SECONDS = 0.1
-"""A stack is whole if its file has not grown for this long; it is written piece by piece."""
+"""A stack is complete if its file has not grown for this long. Stacks are written in pieces."""
 _FRAMES = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _WAITS_IN = ("/fullshard/comm/", "/torch/distributed/")
@@ -38,7 +38,7 @@ def is_of_a_hang(text: str) -> bool:
 
 
 def _has(text: str, words: Iterable[str]) -> bool:
-    # Lines of source in a traceback are indented, and may have any word.
+    # Ignore source lines in a traceback, which are indented: they may contain any word.
     messages = "\n".join(line for line in text.lower().splitlines() if not line.startswith(" "))
     return any(word in messages for word in words)
 
@@ -51,8 +51,8 @@ class Scene:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.ended: set[int] = set()  # that were running when one failed, and that the launcher ended
-        self.done: set[int] = set()  # whose script had ended well by then
+        self.ended: set[int] = set()  # processes that were running at the failure and that the launcher ended
+        self.done: set[int] = set()  # processes whose script had ended without an error before
         self._stopped: set[int] = set()
         self._stacks: dict[int, str] = {}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # not on this system, where a killed process's directory stays
+except ImportError:  # not available here, so directories of killed processes stay
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
@@ -30,11 +30,11 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(parent, prefix)
-    # It gets its name once it is locked, or another process could mistake it for a stale one.
+    # Rename it after locking, because another process could otherwise treat it as stale.
     unfinished = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{prefix}", dir=parent))
-    descriptor = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # no process that is started inherits it
+    descriptor = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # child processes do not inherit it
     try:
-        with contextlib.suppress(OSError):  # without locks in the file system no other process can get one either
+        with contextlib.suppress(OSError):  # if the file system has no locks, nobody can get one
             _lock(descriptor)
         directory = unfinished.rename(parent / unfinished.name.removeprefix(_UNFINISHED))
         try:
@@ -55,7 +55,7 @@ def _remove_stale(parent: Path, prefix: str) -> None:
     if fcntl is None:
         return
     for path in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # it is in use, or gone meanwhile
+        with contextlib.suppress(OSError):  # in use, or removed in the meantime
             if path.lstat().st_uid != os.geteuid():
                 continue
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)

@@ -31,15 +31,17 @@ def read_allocation(environ: Mapping[str, str]) -> Reading:
     _, tasks = _number(environ, *(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if in_step else ()), default=1)
     if tasks > hosts:
         raise ConfigError(
-            f"$SLURM_NTASKS: srun started {tasks} tasks on {hosts} hosts, and each would start its own processes",
-            hint="start one per host, with `srun --ntasks-per-node=1`: each starts one process per device",
+            f"$SLURM_NTASKS: srun started {tasks} tasks on {hosts} hosts, but each task would start a process per "
+            "device",
+            hint="use `srun --ntasks-per-node=1` to start one task per host",
         )
     if hosts == 1:
         return Reading()
     if not in_step or tasks < hosts:
         raise ConfigError(
-            f"${variable}: the allocation has {hosts} hosts, and this was started on {tasks if in_step else 1} of them",
-            hint="write `srun --ntasks-per-node=1` before it, or `--num_machines 1` to use this host alone",
+            f"${variable}: the allocation has {hosts} hosts, but the launcher was started on "
+            f"{tasks if in_step else 1} of them",
+            hint="start it with `srun --ntasks-per-node=1`, or use `--num_machines 1` to use only this host",
         )
     nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
     rank_variable, rank = _number(environ, "SLURM_PROCID", "SLURM_NODEID", default=0)
@@ -49,7 +51,7 @@ def read_allocation(environ: Mapping[str, str]) -> Reading:
         "launch.num_machines": (variable, hosts),
         "launch.machine_rank": (rank_variable, rank),
         "launch.main_process_ip": (nodes, first_host(environ.get(nodes, ""))),
-        # Two jobs may share a host; the number of the job keeps their ports apart.
+        # Two jobs may share a host, so derive the port from the job's number.
         "launch.main_process_port": ("SLURM_JOB_ID", _FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS),
         "launch.rdzv_id": ("SLURM_JOB_ID", f"{job}.{step}"),
     }
@@ -73,7 +75,10 @@ def first_host(text: str) -> str:
     """Return the first host in a list such as `gpu[01-03,7],login`."""
     first = re.match(r"((?:[^,\[\]]|\[\d+(?:[,-]\d+)*\])+)(?:,|$)", text.strip())
     if first is None:
-        raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")
+        raise ConfigError(
+            f"expected a list of hosts, got {text!r}",
+            hint="use `scontrol show hostnames` to expand the list",
+        )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
 

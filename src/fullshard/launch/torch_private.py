@@ -17,8 +17,8 @@ OVERRIDDEN: Mapping[str, frozenset[str]] = {
         {"_exit_barrier", "_monitor_workers", "_restart_workers", "_shutdown", "_start_workers", "_stop_workers"}
     ),
 }
-"""Methods that torch calls and that fullshard's agent, which ends workers in time, overrides. If torch renamed one,
-nothing would call ours any more. Since 2.0."""
+"""Methods of torch's agent that fullshard overrides to end workers promptly. If torch renamed a method, the override
+would no longer be called. Since 2.0."""
 
 
 def worker_context(agent: LocalElasticAgent) -> Any:

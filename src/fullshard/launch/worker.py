@@ -14,7 +14,7 @@ from fullshard.launch.bootstrap import LAUNCHER_PID, die_with_launcher, leave_pr
 from fullshard.launch.preemption import exit_code
 
 USER_ERROR = 2
-"""Exit code of a mistake that the user can fix without reading a traceback."""
+"""Exit code for mistakes that the user can fix without a traceback."""
 
 _USER_ERRORS = (ConfigError, DataError, MissingExtraError, WrapError)
 
@@ -36,13 +36,13 @@ def run_worker(main: Callable[[], None]) -> None:
         leave_process_group()
         code = exit_code()
     except Exception as error:
-        if LAUNCHER_PID not in os.environ:  # else the launcher notes it
+        if LAUNCHER_PID not in os.environ:  # otherwise the launcher records it
             JOURNAL.note(Happening.FAILURE, f"{type(error).__name__}: {error}")
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         handler.record_exception(error)
         sys.stdout.flush()
-        # Not sys.exit: interpreter shutdown joins communication threads, which may wait for ranks that are gone.
+        # Do not use sys.exit: shutdown joins communication threads, which may wait for ranks that have ended.
         os._exit(USER_ERROR if isinstance(error, _USER_ERRORS) else 1)
     if code:
         sys.exit(code)

@@ -52,10 +52,11 @@ _NAMES_BY_KEPT = {
     7: "gelu_fast",
 }
 KEPT_BY_ACTIVATION = {name: kept for kept, names in _NAMES_BY_KEPT.items() for name in names.split()}
-"""Tensors that autograd saves in each of Transformers' activations, besides the output, which what follows saves.
+"""Number of tensors that autograd saves in each of Transformers' activations. The output is not counted, because the
+next operation saves it.
 
-One kernel keeps its input or its output. `gelu_new` and others are several operations: the input, tanh's output, and
-the two factors of the last product."""
+An activation with a single kernel keeps its input or its output. `gelu_new` and others consist of several operations,
+which keep the input, tanh's output, and the two factors of the last product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +184,10 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
     saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
         saved += 2 * width * block.experts_per_token * block.hidden
-    if block.latents:  # read by the projections; keys' and values' are slices of one, whose other part is kept, too
+    if block.latents:  # inputs of the projections; for keys and values they are slices of one tensor, which is kept
         saved += width * (block.latents + block.kv_heads * block.head_dim)
     if block.shared_intermediate:
-        saved += width * block.hidden  # its output, which is multiplied by a gate
+        saved += width * block.hidden  # attention's output, which is multiplied by a gate
     if block.adapters is not None:
         saved += _adapters(block, block.adapters, job, width, device)
     return saved
@@ -203,7 +204,7 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
         kept += width * adapters.read_once
     else:
         kept += (own + (0 if not adapters.dropout else own if device.is_cpu else 1)) * adapters.read
-    if block.experts:  # their inputs are not told apart
+    if block.experts:  # the experts' inputs are not counted separately
         return max(0, kept - width * adapters.read_once)
     return kept - width * (2 * block.hidden + block.intermediate)
 
@@ -229,7 +230,7 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
         return width * (2 * queries + 2 * block.heads * value_dim + job.seq_len)
     saved = queries + keys + (block.heads + block.kv_heads) * value_dim
     if block.sliced_values:
-        # On a CPU the output has the rotated queries' layout, so that the projection after it reads a copy.
+        # On a CPU the output has the layout of the rotated queries, so the next projection reads a copy.
         saved += queries + keys + (queries if device.is_cpu else 0)
     return width * saved
 

@@ -41,13 +41,14 @@ from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block
 
 Way = Literal["fused", "masked", "math", "eager"]
-"""What is run: one kernel; one that reads a mask, with keys and values that are repeated for each head; torch's way in
-several operations, in float32; Transformers' in several. The last two write scores out."""
+"""The implementation that runs: one kernel (`fused`); one kernel that reads a mask, with keys and values repeated for
+each head (`masked`); several operations of torch, in float32 (`math`); or several of Transformers (`eager`). The last
+two write out the scores."""
 
 WRITTEN_OUT = ("math", "eager")
 
 BACKWARD = 2.5
-"""FLOP of backward over those of forward, if scores are computed again."""
+"""FLOP of backward divided by FLOP of forward, if scores are computed again."""
 
 _HALF = 350
 """Number of keys at which a kernel reaches half of its speed."""

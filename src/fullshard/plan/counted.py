@@ -26,7 +26,7 @@ from fullshard.plan.shapes import ModelShape
 
 _PROGRAM = "fullshard.api.counting"
 _FORMAT = 5
-"""The version of kept results: shapes of another version are counted again."""
+"""The version of cached results. Shapes with another version are counted again."""
 _SECONDS = 300
 _SHAPES = TypeAdapter(ModelShape)
 
@@ -68,12 +68,12 @@ def _count(question: str, where: str) -> str:
             command, input=question, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{where}: Transformers did not build it within {_SECONDS} s") from None
+        raise ConfigError(f"{where}: Transformers did not build the model within {_SECONDS} s") from None
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(
-            f"{where}: Transformers {version('transformers')} cannot build it: {reason}",
-            hint="the file must be the model's whole config.json",
+            f"{where}: Transformers {version('transformers')} cannot build the model: {reason}",
+            hint="give the model's complete config.json",
         )
     return done.stdout
 

@@ -23,13 +23,13 @@ from fullshard.core.layout import BucketLayout, Interval
 
 NEWTON_SCHULZ_STEPS = 5
 HALVED_ROWS = 512
-"""A symmetric product of so many rows or more is made without its upper right quarter, which is a copy."""
+"""Symmetric products with at least this many rows skip their upper right quarter, which is copied instead."""
 _EVEN_ENOUGH = 1.05
-"""A rank's load over the most even dealing's, allowed if less travels or more of it overlaps with computing."""
+"""The most load of a rank, relative to the most even assignment, if less is sent or more is overlapped."""
 _AHEAD = 0.25
-"""Temporary extra load, as a part of one exchange's work: the others wait for that."""
+"""The most temporary extra load, as a fraction of one exchange's work. The other ranks wait for it."""
 _ENOUGH_EXCHANGES = 4
-"""With this many, only a part of the first exchange and of the last does not overlap with computing."""
+"""With this many exchanges, only parts of the first and the last do not overlap with computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,9 @@ def _dealt(dealing: Dealing, limits: Sequence[float]) -> tuple[Dealing, list[int
     """
     matrices, shard_size = dealing.matrices, dealing.shard_size
     flops, numel = sum(matrix.flops for matrix in matrices), sum(matrix.numel for matrix in matrices)
-    sizes = [16 * matrix.flops * numel + matrix.numel * flops for matrix in matrices]  # elements all but break ties
+    sizes = [
+        16 * matrix.flops * numel + matrix.numel * flops for matrix in matrices
+    ]  # the number of elements practically only breaks ties
     loads = [0] * (dealing.replicate_size * shard_size)
     least = [(0, rank) for rank in range(len(loads))]
     owners, most = [(0, 0)] * len(matrices), []
@@ -207,7 +209,7 @@ def _dealt(dealing: Dealing, limits: Sequence[float]) -> tuple[Dealing, list[int
             rank = min(range(nearest, len(loads), shard_size), key=loads.__getitem__)
             if loads[rank] + sizes[number] > limit:
                 while least[0][0] != loads[least[0][1]]:
-                    heapq.heappop(least)  # it has been dealt something since
+                    heapq.heappop(least)  # the entry is outdated: the rank has received another matrix
                 rank = least[0][1]
             loads[rank] += sizes[number]
             owners[number] = divmod(rank, shard_size)

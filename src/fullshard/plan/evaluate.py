@@ -34,11 +34,11 @@ from fullshard.plan.traffic import Traffic, traffic_of
 from fullshard.plan.work import step_decoding_seconds
 
 ERROR_BAR = 0.93, 1.17
-"""What runs needed, as parts of what is predicted: 10th and 90th percentile of the published rows
-(`tests/plan/test_plan_published.py`, which asserts them)."""
+"""Measured memory divided by predicted memory: the 10th and the 90th percentile of published runs, which
+`tests/plan/test_plan_published.py` asserts."""
 
 MARGIN = 0.92
-"""The part of a device that is recommended to be filled."""
+"""The fraction of a device's memory that a plan should use at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ class Plan:
     @functools.cached_property
     def memory(self) -> Memory:
         """The memory that one rank needs."""
-        few = dataclasses.replace(self.job.schedule, accumulation=min(2, self.job.accumulation))  # all there ever is
+        few = dataclasses.replace(
+            self.job.schedule, accumulation=min(2, self.job.accumulation)
+        )  # further micro-batches do not change the peak
         events = self.events if few == _repeats(self.job)[1] else predict_step(self.setting.layout, few)
         return memory_of(events, self.setting, ranks_per_host=self.cluster.per_host)
 
@@ -201,7 +203,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = tiled(trained, job.tp)
     world_size, neighbours = groups_of(cluster, job.tp)
     is_cpu = cluster.device.is_cpu
-    on_host = Offload() if is_cpu else job.on_host  # there, host and device are one
+    on_host = Offload() if is_cpu else job.on_host  # on a CPU, host and device are the same
     layout = lay_out(
         trained,
         strategy=job.row,
@@ -213,7 +215,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job, cluster.device))
     route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=neighbours if cluster.shares_memory else None)
-    if route.shares_memory:  # parameters are always whole, and events only say when each micro-batch reads them
+    if route.shares_memory:  # parameters are never sharded; events only mark when a micro-batch reads them
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
     if budget is not None:
@@ -250,7 +252,7 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
     Some are copied once per step, and some for each micro-batch.
     """
     if job.accumulation == 1 or not any(bucket.offload.has_shards for bucket in layout.buckets):
-        return {}  # the step's traffic has it already
+        return {}  # the step's traffic includes it already
     options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
     one, two = (traffic_of(predict_step(layout, option), layout) for option in options)
     names = ("to_device_nbytes", "to_host_nbytes")
@@ -328,7 +330,7 @@ class Change:
 
 
 _Offer = tuple[str, dict[str, Any]]
-"""A change in words, and as settings."""
+"""A change, described in words and as settings."""
 
 
 def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
@@ -341,7 +343,7 @@ def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> li
     def fitting(offers: Iterable[_Offer]) -> list[Change]:
         found = []
         for words, values in offers:
-            with contextlib.suppress(ConfigError):  # the change contradicts another setting
+            with contextlib.suppress(ConfigError):  # the change conflicts with another setting
                 after = evaluate(plan.model, Job.of({**plan.job.model_dump(), **values}), plan.cluster)
                 if after.is_within(margin):
                     found.append(Change(words, after, plan.time.tokens_per_second / after.time.tokens_per_second))
@@ -373,7 +375,7 @@ def _changes(plan: Plan) -> list[_Offer]:
     batches = {size: job.accumulation * job.micro_batch // size for size in halves}
     parts = {f"offload_{name}": None for name in ("compute_shards", "main_weights", "optimizer_state")}
     saved = "what layers keep for backward" if job.checkpointing == "none" else "the inputs of checkpointed layers"
-    form = plan.model.published_as  # of its files
+    form = plan.model.published_as  # the form of the published files
     is_plain, trains_all = not job.on_host, job.method == "full"
     sums = trains_all and job.main_dtype != "float32" and job.reduce_dtype is None
     no_scores = job.attention == "eager" and not _without_kernel(plan, job.model_copy(update={"attention": "sdpa"}))

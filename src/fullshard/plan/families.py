@@ -22,14 +22,14 @@ from fullshard.plan.fields import Fields
 from fullshard.plan.shapes import Block, ModelShape, Norm, ParameterShape, UnitShape
 
 MOST_LAYERS = 1000
-"""Most layers. More count as a mistake, such as a number of parameters with three extra zeros. 1000 take seconds."""
+"""The most layers of a model. More are treated as a mistake, such as three extra zeros. 1000 layers take seconds."""
 
 _LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 _Weights = list[ParameterShape]
 """The weights of one module, in definition order."""
 _Part = tuple[_Weights, dict[str, Any]]
-"""The weights of one part of a layer, and the fields of its `Block` that the part decides."""
+"""The weights of one part of a layer, and the fields of its `Block` that the part determines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _attention(fields: Fields, family: Family, prefix: str, index: int) -> _Part
     if family.attention == "fused":
         weights += _linear(f"{at}.o_proj", queries, hidden) + _linear(f"{at}.qkv_proj", hidden, queries + 2 * keys)
     else:
-        is_gated = family.attention == "linear"  # a gate is projected beside the queries
+        is_gated = family.attention == "linear"  # the projection of queries also computes a gate
         weights += _linear(f"{at}.q_proj", hidden, 2 * queries if is_gated else queries, bias=bias)
         weights += [weight for name in "kv" for weight in _linear(f"{at}.{name}_proj", hidden, keys, bias=bias)]
         weights += _linear(f"{at}.o_proj", queries, hidden, bias=bias and family.has_output_bias)
@@ -155,7 +155,7 @@ def _is_linear(fields: Fields, index: int) -> bool:
 
 
 _DELTA_CHUNK = 64
-"""Tokens of a chunk, inside which the delta rule compares all with all (Transformers' and the kernel's)."""
+"""Tokens per chunk (in Transformers and in the kernel). The delta rule compares all tokens within a chunk."""
 
 
 def _delta_rule(fields: Fields, at: str) -> _Part:
@@ -191,7 +191,7 @@ def _feed_forward(fields: Fields, family: Family, at: str, index: int) -> _Part:
         shared = width * fields.number("n_shared_experts", default=1)
     elif "shared_expert" in family.mixture:
         shared = fields.number("shared_expert_intermediate_size", default=width)
-    # A gate is not `matrix`: PEFT's "all-linear" reaches modules of class Linear, and it is a bare parameter.
+    # A gate is not a `matrix`: it is a bare parameter, but PEFT's "all-linear" selects modules of class Linear.
     of_part = {
         "gate": [ParameterShape(f"{at}.gate.weight", (experts, hidden))],
         "router": _linear(f"{at}.router", hidden, experts),
@@ -377,13 +377,14 @@ ESTIMATED = {
     "llama4_text": "Transformers' own classes pass every token through every expert; planned for active ones",
     "qwen3_next": "planned for the kernels of flash-linear-attention; Transformers' own fall-back keeps twice as much",
 }
-"""Families whose activations and speed are an estimate, and why."""
+"""Families with estimated activations and speed, and the reason for it."""
 
 _OWN_HEAD = ("audioflamingo3", "llama4", "musicflamingo", "qwen2_audio", "vibevoice_asr", "voxtral")
-"""Models of several parts whose text part has the head, and says whether it is tied; else the outer file does."""
+"""Models of several parts in which the text part has the head and states whether it is tied. In all other models the
+outer file states it."""
 
 _KNOWN_AS = {"kimi_k2": "deepseek_v3"}
-"""Models that are published under a name of their own, with the classes of a family."""
+"""Models with their own `model_type` that use the classes of another family."""
 
 
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
@@ -400,7 +401,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         )
     published_as = method if method in FORMS else ""
     if not isinstance(kind, str):
-        raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")
+        raise ConfigError(f"{where}: the file has no model_type", hint="give the model's complete config.json")
     nested = values.get("text_config")
     if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
         notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")
@@ -419,7 +420,10 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         reader = FAMILIES["llama"]
     layers = fields.number("num_hidden_layers", "n_layer", default=1)
     if layers > MOST_LAYERS:
-        raise ConfigError(f"{where}: a model of {layers} layers", hint=f"at most {MOST_LAYERS} are planned")
+        raise ConfigError(
+            f"{where}: the model has {layers} layers, but at most {MOST_LAYERS} can be planned",
+            hint="check the number of layers in the file",
+        )
     shape = reader(fields)
     blocks = dict.fromkeys(shape.blocks)
     for block in blocks:
@@ -435,11 +439,11 @@ def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
     """Refuse an unknown family unless the model may be a dense one with Llama's architecture."""
     missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]
     if missing or any(values.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
-        close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # a typing error, not a relative
-        wanted = f" and no {', '.join(missing)}" if missing else " and it is a mixture of experts"
+        close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # catches typos, but not related families
+        wanted = f"the file has no {', '.join(missing)}" if missing else "it is a mixture of experts"
         raise ConfigError(
-            f"{where}: model_type {kind!r} is not known{wanted}",
-            hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(FAMILIES)}",
+            f"{where}: model_type {kind!r} is unknown, and {wanted}",
+            hint=f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(FAMILIES)}",
         )
 
 
@@ -449,11 +453,11 @@ def _check_heads_and_experts(block: Block, where: str) -> None:
     The file may be a copy with a mistake in it.
     """
     if not block.head_dim:
-        wrong = f"hidden_size {block.hidden} has no room for {block.heads} attention heads"
+        wrong = f"hidden_size {block.hidden} is too small for {block.heads} attention heads"
     elif block.heads % block.kv_heads:
-        wrong = f"{block.heads} attention heads cannot share {block.kv_heads} key-value heads equally"
+        wrong = f"{block.heads} attention heads cannot be divided evenly among {block.kv_heads} key-value heads"
     elif block.experts_per_token > block.experts:
-        wrong = f"a token goes to {block.experts_per_token} experts, and there are {block.experts}"
+        wrong = f"a token is routed to {block.experts_per_token} experts, but there are only {block.experts}"
     else:
         return
-    raise ConfigError(f"{where}: {wrong}", hint="no such model can be run; look at the numbers again")
+    raise ConfigError(f"{where}: {wrong}", hint="correct the numbers; a model with these cannot run")

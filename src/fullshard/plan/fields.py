@@ -52,7 +52,8 @@ class Fields:
             if default is not None:
                 return default
             raise ConfigError(
-                f"{self.where}: no field {' or '.join(names)}", hint="the file must be the model's whole config.json"
+                f"{self.where}: the field {' or '.join(names)} is missing",
+                hint="give the model's complete config.json",
             )
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, kind) or (least is not None and value < least):

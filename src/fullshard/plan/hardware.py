@@ -98,9 +98,9 @@ _A100 = "NVIDIA A100 data sheet 2022; 8 x 200 Gb/s per host (DGX A100)"
 _A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 Gb/s per host and pair"
 _IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
 
-_FASTER: dict[str, Any] = {"flash": 0.305}  # an assumption: version 2 was not written for them
+_FASTER: dict[str, Any] = {"flash": 0.305}  # an assumption, because version 2 was not written for these devices
 
-# Memory is what the driver reports where it is less than the name says (40 GB: 39.6 GiB and so on).
+# Memory is as the driver reports it if that is less than the name suggests (39.6 GiB for 40 GB).
 _ALL = (
     _gpu("A100-40", 42.3, (312, 156), 1555, 300, 25, _A100, 0.67),
     _gpu("A100-80", 84.9, (312, 156), 2039, 300, 25, _A100, 0.67),
@@ -193,7 +193,8 @@ def find_device(name: str) -> Device:
         close = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.6)
         names = ", ".join(dict.fromkeys(by_key[key] for key in close)) if close else ", ".join(DEVICES)
         raise ConfigError(
-            f"unknown hardware {name!r}", hint=f"{'did you mean ' if close else 'known are '}{names}; or --calibrate"
+            f"unknown hardware {name!r}",
+            hint=f"{'did you mean ' if close else 'use one of '}{names}; or measure it with --calibrate",
         )
     return DEVICES[found]
 
@@ -261,13 +262,13 @@ def split_devices(text: str) -> tuple[int | None, str]:
     if _key(text) in _names():
         return None, text
     if text.isdecimal():
-        raise ConfigError(f"devices {text!r}: of which kind?", hint=f"write it as {text}xH100")
+        raise ConfigError(f"devices {text!r} does not name a kind of device", hint=f"write for example {text}xH100")
     turned = re.fullmatch(r"(\S.*?)\s*[x*:\N{MULTIPLICATION SIGN}]\s*([1-9]\d*)", text, re.IGNORECASE)
     if turned is not None and _key(turned[1]) in _names():
         return int(turned[2]), turned[1]
     match = re.fullmatch(r"(?:(\d+)(?:\s*[x*\N{MULTIPLICATION SIGN}]\s*|\s+|(?=[^\W\d])))?(\S.*)", text, re.IGNORECASE)
     if match is None or match[1] == "0":
-        raise ConfigError(f"devices {text!r}: expected a number and a kind", hint="write it as 8xH100")
+        raise ConfigError(f"devices must be a number and a kind, got {text!r}", hint="write for example 8xH100")
     return None if match[1] is None else int(match[1]), match[2]
 
 
@@ -282,7 +283,8 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
         hosts = max(1, -(-count // device.per_host))
     if hosts < 1 or count % hosts:
         raise ConfigError(
-            f"{count} devices cannot be shared equally by {hosts} hosts", hint="use a multiple of the hosts"
+            f"{count} devices cannot be divided evenly among {hosts} hosts",
+            hint="use a multiple of the number of hosts",
         )
     if hosts > 1 and count <= device.rack:
         device = dataclasses.replace(device, network=device.link)
@@ -299,7 +301,10 @@ def read_calibration(path: Path) -> Device:
     try:
         device = Device(**read_object(path))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: no calibration: {error}", hint="make one with fullshard plan --calibrate") from None
+        raise ConfigError(
+            f"{path} is not a calibration file: {error}",
+            hint="create one with fullshard plan --calibrate",
+        ) from None
     needed = ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
     wrong = [name for name in needed if not _is_finite(getattr(device, name)) or getattr(device, name) <= 0]
     wrong += ["rack"] if not _is_finite(device.rack) or device.rack < 0 else []

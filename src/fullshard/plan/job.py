@@ -27,7 +27,7 @@ Kernel = Literal["flash", "sdpa", "eager"]
 
 
 KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
-"""The choice to keep as many units unsharded after forward as memory allows."""
+"""The value for keeping as many units unsharded after forward as memory allows."""
 
 
 def token_count(value: Any) -> Any:
@@ -124,24 +124,28 @@ class Job(View):
 
     def check(self) -> None:
         """Raise `ConfigError` if the fields are not consistent."""
-        # The plan also covers what this engine does not compile, to compare other engines.
+        # Plans may compile what this engine cannot compile, so that they can be compared with other engines.
         self.run_config(compile=False)
         if self.step_in_backward and not self.planned_optimizer.is_torchs:
-            raise ConfigError(f"step_in_backward is for torch's own optimizers, and {self.optimizer} is none")
+            raise ConfigError(f"step_in_backward requires one of torch's own optimizers, got {self.optimizer}")
         if self.step_in_backward and self.on_host.optimizer_state:
-            raise ConfigError("step_in_backward with main weights or optimizer state on the host is not supported")
+            raise ConfigError("step_in_backward cannot be combined with main weights or optimizer state on the host")
         if self.method == "full" and (
             said := [n for n in ("lora_rank", "lora_targets", "lora_dropout") if getattr(self, n) is not None]
         ):
             raise ConfigError(
-                f"{' and '.join(said)}: full training has no adapters", hint="add method lora or qlora, or leave it out"
+                f"full training has no adapters, got {' and '.join(said)}",
+                hint="add method lora or qlora, or remove the setting",
             )
         if self.loss_chunk is not None and self.loss != "fused":
-            raise ConfigError(f"loss_chunk with loss {self.loss}, which is of whole logits", hint="use loss fused")
+            raise ConfigError(
+                f"loss_chunk requires loss fused, but loss is {self.loss}, which computes all logits at once",
+                hint="use loss fused",
+            )
         if self.planned_optimizer.matrix and self.on_host.optimizer_state and not self.on_host.main_weights:
             raise ConfigError(
-                f"{self.optimizer} with only its state on the host is not supported by the planner",
-                hint="offload main weights, too, or plan adamw",
+                f"the planner does not support {self.optimizer} with only its optimizer state on the host",
+                hint="offload main weights too, or plan adamw",
             )
         besides = {
             f"method {self.method}": self.method != "full",
@@ -149,9 +153,12 @@ class Job(View):
             "wrap_embeddings": self.wrap_embeddings,
         }
         if self.tp > 1 and (wrong := [name for name, is_there in besides.items() if is_there]):
-            raise ConfigError(f"the planner does not support tp with {wrong[0]}", hint="leave one of them out")
+            raise ConfigError(f"the planner does not support tp together with {wrong[0]}", hint="leave one of them out")
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
-            raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
+            raise ConfigError(
+                "qlora computes in half precision, but base_dtype is float32",
+                hint="use base_dtype bfloat16",
+            )
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:

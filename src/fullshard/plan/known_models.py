@@ -212,7 +212,7 @@ MODELS: dict[str, Values] = {
     "GPT-2-large": _gpt2(1280, 36, 20),
     "GPT-2-XL": _gpt2(1600, 48, 25),
 }
-"""By name."""
+"""The fields of each model by its name."""
 
 ALIASES = {
     alias: name
@@ -241,4 +241,4 @@ ALIASES = {
     }.items()
     for alias in aliases.split()
 }
-"""Other names of the same shapes: tunings, and names without the size."""
+"""Other names for the same shapes: fine-tuned versions, and names without the size."""

@@ -123,7 +123,7 @@ class ModelLayout:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
 
-@lru_cache(maxsize=256)  # jobs that differ in their micro-batch, say, are laid out alike
+@lru_cache(maxsize=256)  # jobs that differ only in their micro-batch, for example, have the same layout
 def lay_out(
     model: ModelShape,
     *,
@@ -144,7 +144,7 @@ def lay_out(
             UnitLayout(
                 unit.name,
                 _buckets(unit.parameters, dtypes, shard_size, offload or Offload()),
-                # The root and a head are needed again at once, when backward begins.
+                # The root and a head are needed again immediately when backward begins.
                 strategy.frees_after_forward and not is_root and not is_head,
                 feeds_units=is_root and embeds,
                 takes_ids=is_root or next((p.role for p in unit.parameters if len(p.shape) == 2), "") == "embedding",

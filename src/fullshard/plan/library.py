@@ -45,7 +45,7 @@ def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
     known_name = _known_name(text)
     if known_name is None:
         raise ConfigError(
-            f"no model {text!r}: not a file, not a directory with a config.json, not a known name, not a number",
+            f"there is no model {text!r}: it is not a file, a directory with a config.json, a known name or a number",
             hint=f"{_suggestion(text)}; or give the path of a config.json (hf download ORGANISATION/NAME config.json)",
         )
     return known_name, MODELS[known_name]
@@ -55,7 +55,7 @@ _TUNING = re.compile(
     r"meta|google|instruct|chat|base|it|pt|sft|dpo|rl|hf|unsloth|bnb|gptq|awq|gguf|mlx|fp8|bf16|fp16|[48]bit|int[48]|"
     r"think|thinking|reasoning|preview|coder|math|deduped|uncased|cased|\d{4}"
 )
-"""Words of a name that say nothing about shapes: tunings, formats, dates."""
+"""Parts of a name that do not affect shapes: tuning, format and date."""
 _VERSION = re.compile(r"v\d+(\.\d+)?")
 
 
@@ -86,9 +86,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: {error.msg}", hint="it must be JSON") from None
+        raise ConfigError(
+            f"{path}:{error.lineno}:{error.colno}: the file is not valid JSON: {error.msg}",
+            hint="correct the file",
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: the file cannot be read: {error}") from None
 
 
 def _from_count(text: str, count: float) -> tuple[ModelShape, list[str]]:
@@ -105,7 +108,7 @@ def _from_count(text: str, count: float) -> tuple[ModelShape, list[str]]:
     inner = 1 + round((count - from_config(values, where=text)[0].numel) / (3 * hidden * layers))
     if inner < 1:
         raise ConfigError(
-            f"{text}: no Llama of {layers} layers of width {hidden} has so few as {format_count(count)} parameters",
+            f"{text}: a Llama of {layers} layers and width {hidden} has more than {format_count(count)} parameters",
             hint="give a config.json",
         )
     model, _ = from_config({**values, "intermediate_size": inner}, where=text, name=f"a Llama of {text.strip()}")

@@ -26,7 +26,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.shapes import ModelShape
 
 BACKWARD_LOSS_NBYTES = 12
-"""Per logit at the worst moment of the loss's backward: log-softmax's output, its gradient and that of its input, each
+"""Bytes per logit at the peak of the loss's backward: log-softmax's output, its gradient and its input's gradient, each
 in float32. `cross_entropy` saves nothing else."""
 
 
@@ -54,7 +54,7 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     elements, width = job.tokens * model.vocab, itemsize(job.compute_dtype)
     held = held_width(job)
     capped = width if model.capped_logits else 0  # tanh's output
-    if job.loss == "kernel":  # a gradient as large as the logits, which are kept
+    if job.loss == "kernel":  # the gradient is as large as the logits, which are kept
         return LogitsNbytes(*(elements * each for each in (width + capped, 2 * width + capped, held + capped)))
     forward = width + (4 if width < 4 else 0) + 4 + capped
     return LogitsNbytes(
@@ -94,11 +94,11 @@ def moved_nbytes(model: ModelShape, job: Job) -> float:
     """Return the bytes that one micro-batch's loss reads and writes, excluding those of the products."""
     width = itemsize(job.compute_dtype)
     if job.loss != "fused":
-        # log-softmax 2, picking the targets' 1, its backward 3. One kernel reads twice, writes once.
+        # Log-softmax takes 2, picking the targets 1, and backward 3. A single kernel reads twice and writes once.
         return 6.0 * (4 if job.loss == "eager" else width // 2) * model.vocab * job.tokens
     words = _words(model, job)
     casts = 3 * (width + 4) if width < 4 else 0
-    added = 8 + width if width < 4 else 0  # what is added is made first; in float32 the product adds it
+    added = 8 + width if width < 4 else 0  # the summand is computed first; in float32 the product adds directly
     chunks = -(-job.tokens // job.chunk_tokens)
     of_weight = words * model.hidden * (8 + width + chunks * added if added else 4) if _is_head_trained(model) else 0
     return float((casts + 4 * 8) * words * job.tokens + of_weight)

@@ -14,7 +14,7 @@ from fullshard.plan.shapes import ModelShape, ParameterShape
 from fullshard.plan.traffic import exchanged
 
 SENT_AS = "bfloat16"
-"""The dtype in which matrices are sent and computed."""
+"""The dtype in which matrices are sent and processed."""
 _ITEMSIZE = 2
 
 

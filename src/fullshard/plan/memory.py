@@ -48,17 +48,17 @@ CATEGORIES = (
     "optimizer temporaries",
     "framework",
 )
-"""Categories in the order of tables: those that stay come first."""
+"""Categories in the order of the tables. Permanent memory comes first."""
 
 PERSISTENT = CATEGORIES[:4]
 
 FRAGMENTATION, FRAGMENTS = 0.1, 3 * 2**29
-"""What PyTorch's caching allocator holds besides, in blocks that nothing else fits into: a tenth of what comes and
-goes, at least 1.5 GiB.
+"""Memory that PyTorch's caching allocator holds in blocks too small for other tensors: a tenth of the temporary memory,
+and at least 1.5 GiB.
 
-Answer.AI published what was allocated and what was reserved for two runs (Llama-2-7B LoRA, 2 x 3090): 8.28 and
-10.24 GiB, 9.16 and 10.22 GiB: 1.96 and 1.06 GiB more. Their reserved memory grows by 1.62 GiB per sequence, its tensors
-by 1.48 GiB, a tenth less.
+Answer.AI published the allocated and the reserved memory of two runs (Llama-2-7B LoRA, 2 x 3090): 8.28 and 10.24 GiB,
+and 9.16 and 10.22 GiB. The differences are 1.96 and 1.06 GiB. Reserved memory grows by 1.62 GiB per sequence, and its
+tensors by 1.48 GiB, a tenth less.
 """
 
 
@@ -112,7 +112,7 @@ class Memory:
     def needed(self) -> int:
         """The peak plus the memory that the allocator cannot use."""
         framework = self.phases["load"].get("framework", 0)
-        if not framework:  # on a CPU memory goes back to the system
+        if not framework:  # on a CPU, memory is returned to the system
             return self.peak
         return self.peak + fragments_nbytes(self.peak - self.persistent - framework)
 
@@ -147,8 +147,8 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
         if event.kind is EventKind.FORWARD_END and event.unit == root:
             phase = "backward"
         elif event.kind is EventKind.REDUCE_DONE and not setting.job.schedule.steps_in_backward:
-            phase = "optimizer"  # or the next micro-batch's forward
-    # Shards are written where they lie; a state dict gathers one parameter at a time.
+            phase = "optimizer"  # or forward of the next micro-batch
+    # Shards are written from their own memory; a state dict gathers one parameter at a time.
     largest = max(b.layout.largest_numel * b.value_itemsize for b in setting.layout.buckets)
     phases["save"] = {**ledger.rest, "gathered units": largest}
     order = ("load", "forward", "backward", "optimizer", "save")
@@ -281,7 +281,7 @@ class _Ledger:
             return [*self._leave_loss(), *self._collect(unit)]
         if unit is self.root:
             moments = self._leave_loss()
-            # The head's gradient comes now, the embedding's last, and one buffer holds both until then.
+            # The head's gradient arrives first and the embedding's last. One buffer holds both until then.
             if any(p.trainable and p.role in ("head", "other") for p in self.setting.model.root.parameters):
                 moments += self._collect(unit)
             return moments
@@ -331,7 +331,7 @@ class _Ledger:
         largest = max(bucket.layout.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
         moments = self._for_a_moment({"reduce buffers": largest, "activations": working})
         if is_first and unit is self.root and self.setting.model.tied:
-            # Autograd holds the head's gradient until the embedding's comes, and adds that to it.
+            # Autograd holds the head's gradient until the embedding's gradient arrives, and adds the two.
             self.tied_nbytes = largest
             self.now["reduce buffers"] += largest
         return moments
@@ -353,7 +353,9 @@ class _Ledger:
         if unit.name not in self.collecting:
             moments = self._collect(unit)
         if self.tied_nbytes and unit is self.root:
-            moments += self._for_a_moment({"reduce buffers": 2 * self.tied_nbytes})  # the embedding's, and their sum
+            moments += self._for_a_moment(
+                {"reduce buffers": 2 * self.tied_nbytes}
+            )  # the embedding's gradient, and the sum
             self.now["reduce buffers"] -= self.tied_nbytes
             self.tied_nbytes = 0
         waiting = [g for g in self.launched if not g.is_shrunk]
@@ -391,9 +393,9 @@ class _Ledger:
         self.now["reduce buffers"] -= gradient.extra
         self.now["gradients"] += self._held_nbytes(bucket)
         if not (gradient.extra or self.setting.layout.shard_size == 1 or self._stays(bucket)):
-            moments = self._for_a_moment(summing)[:1]  # the sum is in new memory, not in what was received or collected
+            moments = self._for_a_moment(summing)[:1]  # the sum needs new memory
         self.now["reduce buffers"] -= self.setting.collected_nbytes(bucket)
-        if bucket.main_is_on_host:  # the one before it has left for the host
+        if bucket.main_is_on_host:  # the previous gradient has been copied to the host
             self.now["gradients"] -= self.leaving
             self.leaving = bucket.reduced_nbytes
         gradient.is_shrunk = True
@@ -434,7 +436,7 @@ class _Ledger:
     def _finish_one(self, unit: UnitLayout) -> None:
         """Finish the unit's oldest reduction. The other reductions may still be running."""
         gradient = next((g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable)), None)
-        if gradient is None:  # of the previous micro-batch, whose reductions all ended with the first of them
+        if gradient is None:  # the previous micro-batch's reductions all ended with its first one
             return
         self.launched.remove(gradient)
         self._accumulate(gradient)
@@ -484,12 +486,12 @@ class _Ledger:
             return 0
         matrices = self.setting.matrices
         if matrices is not None:
-            pieces = max(bucket.main_nbytes for bucket in buckets)  # one bucket's, there and back
+            pieces = max(bucket.main_nbytes for bucket in buckets)  # one bucket's pieces, received and sent back
             return matrices.owned_nbytes + matrices.working_nbytes + pieces
         if not self.setting.device.is_cpu:
             # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
             return sum(bucket.main_nbytes for bucket in buckets)
-        # One parameter at a time: the square root of its second moment, and that with the step's scale.
+        # One parameter at a time: the square root of its second moment, and the scaled square root.
         slices = (
             bucket.layout.interval(index, 0).numel * itemsize(bucket.dtype)
             for bucket in buckets
@@ -512,7 +514,7 @@ def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
 
     Units are materialized one by one. The root is the last, when all other units are already sharded.
     """
-    nbytes = dict(at_rest)  # the optimizer's state comes with its first step, but a resumed run has it
+    nbytes = dict(at_rest)  # the first step creates the optimizer's state, but a resumed run already has it
     whole = max(sum(b.layout.full_numel * b.value_itemsize for b in unit.buckets) for unit in setting.layout.units)
     if setting.layout.shard_size > 1:
         nbytes["gathered units"] = whole
@@ -538,17 +540,17 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     on_host = [nbytes for bucket in buckets for nbytes in bucket.host_buffers]
     shards, locked_shards = sum(on_host), sum(map(page_locked_nbytes, on_host))
     steady = locked_shards
-    if setting.on_host.optimizer_state:  # made beside main weights, or page-locked because it travels
+    if setting.on_host.optimizer_state:  # created next to main weights, or page-locked because it is copied
         state = _state_nbytes(setting)
         steady += state if setting.on_host.main_weights else many_page_locked_nbytes(state)
-    # All pages but the last, which never leaves the device. For a layer that is
-    # checkpointed a page holds its input alone.
+    # All pages except the last, which never leaves the device. The page of a
+    # checkpointed layer only holds its input.
     locked = many_page_locked_nbytes if setting.job.checkpointing == "none" else page_locked_nbytes
     steady += sum(locked(unit.page_nbytes) for unit in setting.layout.calls[:-1])
-    # Gradients of a later micro-batch arrive beside those they are added to.
+    # Gradients of a later micro-batch need their own buffers before they are added.
     times = 2 if setting.job.accumulation > 1 else 1
     steady += sum(times * page_locked_nbytes(b.reduced_nbytes) for b in buckets if b.trainable and b.main_is_on_host)
-    # Parts of a whole model are gone before all shards exist, which outweighs rounding.
+    # Parts of an unsharded model are freed before all shards exist, which outweighs rounding.
     loads = largest + locked_shards, whole + shards
     return loads[0] * ranks_per_host, loads[1] * ranks_per_host, steady * ranks_per_host
 

@@ -12,7 +12,7 @@ from fullshard.plan.quantized import Conversion, is_large, is_stacked
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
 EXPERTS_FORM = "nf4-double"
-"""The form of weights that bitsandbytes has no layer for, beside its layers of 4 bits."""
+"""The form of weights for which bitsandbytes has no 4-bit layer."""
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Elements per scale, and scales per scale of scales (QLoRA, arXiv 2305.14314, section 3)."""
@@ -30,7 +30,8 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
         return _quantized(model, job.quantize) if job.quantize else model
     if job.method == "full" and job.quantize:
         raise ConfigError(
-            "quantize with method full, which trains all weights", hint="add method lora, or leave quantize out"
+            "method full trains all weights, so quantize cannot be used with it",
+            hint="add method lora, or leave quantize out",
         )
     if job.method == "full":
         if all(p.exact or p.dtype == job.main_dtype for p in model.parameters):
@@ -41,8 +42,8 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     wanted = names if targets == "all-linear" else {t.strip() for t in targets.split(",")}
     if unknown := sorted(wanted - names):
         raise ConfigError(
-            f"lora_targets: {model.name} has no linear layer called {', '.join(unknown)}",
-            hint=f"it has {', '.join(sorted(names))}; or write all-linear",
+            f"lora_targets: {model.name} has no linear layer named {', '.join(unknown)}",
+            hint=f"use {', '.join(sorted(names))}, or all-linear",
         )
 
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:

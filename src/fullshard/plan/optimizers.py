@@ -44,13 +44,13 @@ class OptimizerRow:
 
 
 _ADAM_8_BIT_STATE = 2.0 + 2 * 4 / 256
-"""A byte per state, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers)."""
+"""Two states of one byte, each with a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers)."""
 
 OPTIMIZERS = {
     "adamw": OptimizerRow(2, 21, has_temporaries=True),
     "adamw-fused": OptimizerRow(2, 7),
     "adamw-8bit": OptimizerRow(0, 3, is_torchs=False, packed_nbytes=_ADAM_8_BIT_STATE),
-    # Momentum 3, the direction 3, cast 1.5, decay 2, the update 2.5; AdamW for what is no matrix.
+    # Momentum takes 3, the direction 3, the cast 1.5, decay 2 and the update 2.5. Other parameters use AdamW.
     "muon": OptimizerRow(2, 21, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12)),
     "sgd": OptimizerRow(0, 3),
     "sgd-momentum": OptimizerRow(1, 8),

@@ -9,7 +9,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count
 
 _FEW = 16
-"""Rows, or columns, below which a matrix is small."""
+"""A matrix with fewer rows or columns than this is small."""
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
@@ -88,7 +88,7 @@ class Conversion:
         """Refuse the model if most of it, apart from embeddings and the head, was not quantised as requested."""
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
-                f"the model was to be quantised, and {self.said}",
-                hint="freeze the weights, requires_grad_(False), and they are quantised at rest; "
-                "llm_int8_skip_modules=['lm_head', 'experts'] accepts it as it is",
+                f"the model was to be quantised, but {self.said}",
+                hint="freeze the weights with requires_grad_(False) to quantise them at rest, or accept the model as "
+                "it is with llm_int8_skip_modules=['lm_head', 'experts']",
             )

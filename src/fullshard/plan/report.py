@@ -185,7 +185,7 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
     """
     return RunConfig.of_paths(
         {
-            # Never `auto`: a host without devices would run as many processes on its processors.
+            # Do not use `auto`: a host without devices would run the same number of processes on its CPUs.
             "launch.device": "cpu" if plan.cluster.device.is_cpu else "cuda",
             **(others or {}),
             **{setting.path: setting.value for setting in plan.job.run_settings()},

@@ -20,7 +20,7 @@ from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 
 _Place = tuple[str, int]
-"""A bucket: the name of its unit and its number there. Buckets of equal layers are equal."""
+"""A bucket, identified by the name of its unit and its number in the unit. (Buckets of equal layers compare equal.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _Run:
             self.gathering.add(unit.name)
             self.emit(EventKind.UNSHARD_ISSUED, unit, unit.full_nbytes)
             for number, bucket in enumerate(unit.buckets):
-                # A compute shard on the device is made anew once main weights have changed.
+                # A compute shard on the device is created again after main weights have changed.
                 if bucket.is_gathered_from_host or (bucket.main_is_on_host and unit.name not in self.updated):
                     self.move(EventKind.TO_DEVICE, (unit.name, number), bucket.compute_shard_nbytes, "compute shard")
             self.updated.add(unit.name)
@@ -104,7 +104,7 @@ class _Run:
 
         Wait for its activations, and start copying back those of the unit before it.
         """
-        last = self.model.calls[-1]  # the root's are with the last unit's, which never left
+        last = self.model.calls[-1]  # the root's activations stay with the last unit's, which never leave the device
         wanted = last if unit is self.model.root else unit
         if wanted is self.wanted:
             return
@@ -197,7 +197,7 @@ class _Run:
                     self.prefetch(previous)
                 self.step_when_final()
             if unit is head and root.name in self.awaiting and not root.feeds_units:
-                self.complete(root, reduces=reduces)  # its norm lies between the head and the last layer
+                self.complete(root, reduces=reduces)  # its norm is between the head and the last layer
         if root.name in self.awaiting and root.feeds_units:
             self.complete(root, reduces=reduces)
         self.finish(reduces=reduces)
@@ -220,7 +220,7 @@ class _Run:
             for due in self.reductions.complete(place):
                 self.launch(due, reduces=reduces)
         if not has_input_gradient and unit.trainable and unit.trainable == unit.buckets:
-            # There is no other sign that backward has left the unit.
+            # Nothing else shows that backward has left the unit.
             self.leave(unit)
         self.step_when_final()
 
@@ -275,7 +275,7 @@ class _Run:
             self.reshard_all()
 
     def reshard_all(self) -> None:
-        for unit in reversed(self.model.calls):  # inner units before those around them, as the engine keeps them
+        for unit in reversed(self.model.calls):  # inner units come before outer ones, as in the engine
             self.reshard(unit)
 
 

@@ -44,15 +44,16 @@ _SAVING: Mapping[str, Mapping[str, Any]] = {
     "main": {"offload_main_weights": True},
     "all": {"offload": True},
 }
-"""Options that save memory besides sharding and checkpointing."""
+"""Options that save memory, in addition to sharding and checkpointing."""
 _ONE_OF = frozenset({"state", "main", "all"})
-"""Each of these has the one before it."""
+"""Each of these options includes the previous one."""
 _FEW = 3
 _SLACK = 0.03
-"""How much more memory a few layers may say than the whole: with everything on the host, the last gradients of a whole
-model have left before its first layer's backward, which those of a short one have not."""
+"""How far the estimate from a few layers may exceed the memory of the complete model. With everything on the host, the
+last gradients of a complete model have left the device before backward of its first layer, but those of a short model
+have not."""
 _SMALLER = 5
-"""Most plans that are evaluated for the list of plans smaller than the best."""
+"""The most plans to evaluate for the list of plans that are smaller than the best one."""
 
 
 def search(
@@ -69,7 +70,7 @@ def search(
     number of sequences per optimizer step stays that of `job` if micro-batches divide it.
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
-        job = job.model_copy(update={"optimizer": "adamw-fused"})  # which costs nothing
+        job = job.model_copy(update={"optimizer": "adamw-fused"})  # a fused optimizer costs nothing
     return _Search(model, job, cluster, frozenset(fixed), margin).plans()
 
 
@@ -98,13 +99,15 @@ class _Search:
         no_units = model.tied or not any(p.role == "head" for p in model.root.parameters)
         self._options = dict(_SAVING)
         if model.published_as and job.method != "full" and job.quantize is None:
-            self._options["form"] = {"quantize": model.published_as}  # exactly the values of the files
+            self._options["form"] = {"quantize": model.published_as}  # the values stay exactly those of the files
         self._saving = [
             name
             for name, values in self._options.items()
             if not fixed & values.keys()
             and not (name == "embeddings" and no_units)
-            and not (cluster.device.is_cpu and any("offload" in setting for setting in values))  # it is the host
+            and not (
+                cluster.device.is_cpu and any("offload" in setting for setting in values)
+            )  # a CPU is the host itself
         ]
 
     def plans(self) -> list[Plan]:
@@ -153,7 +156,7 @@ class _Search:
                     if candidate is None:
                         continue
                     if not self._may_fit(candidate.needed) and not self._may_ever_fit(candidate.way):
-                        break  # a larger one needs more
+                        break  # larger ones need more memory
                     yield candidate
 
     def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
@@ -224,7 +227,7 @@ def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
     If the model is small or irregular, return only the model itself.
     """
     layers = [unit for unit in model.units if unit.block is not None]
-    # An encoder and a decoder are two parts, which are shortened alike.
+    # An encoder and a decoder are two parts, which are shortened in the same way.
     parts = [list(part) for _, part in itertools.groupby(layers, lambda unit: unit.name.rstrip("0123456789"))]
     few, more, beyond = zip(*map(_shortened, parts), strict=True) if parts else ((), (), ())
     if len(set(beyond)) != 1 or beyond[0] <= 0:
@@ -295,8 +298,8 @@ def _nothing_fits(model: ModelShape, job: Job, cluster: Cluster, margin: float) 
     changes = changes_that_fit(closest, margin=margin)
     needs = f"{format_nbytes(closest.memory.needed)} of {format_nbytes(cluster.device.memory)}"
     return ConfigError(
-        f"nothing fits: {model.name} on {cluster} needs {needs} per {cluster.device.name}, "
-        f"and {margin:.0%} of that may be filled (--margin)",
+        f"no plan fits: {model.name} on {cluster} needs {needs} per {cluster.device.name}, "
+        f"but only {margin:.0%} of the memory may be used (--margin)",
         hint=" or ".join(change.words for change in changes) or "use more or larger devices",
     )
 

@@ -59,11 +59,11 @@ class ParameterShape:
 
 
 _POSITIONS = ("wpe.weight", "position_embeddings.weight", "decoder.embed_positions.weight", ".position_embeddings")
-"""GPT-2's, BERT's, Whisper's and OPT's (of what they write), ViT's."""
+"""Names of position tables in GPT-2, BERT, Whisper and OPT (for the decoder), and ViT."""
 
 Norm = Literal["layer", "rms", "rms-float32-weight"]
-"""LayerNorm; RMS norms, whose statistics are float32: Llama's, whose weight multiplies in the compute dtype; Gemma's,
-whose weight multiplies before the result is cast."""
+"""LayerNorm, or an RMS norm with statistics in float32. Llama multiplies by the weight in the compute dtype (`rms`),
+and Gemma multiplies by it before the result is cast (`rms-float32-weight`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Adapters:
 
 
 _LAST = ("o_proj", "out_proj", "o")
-"""Attention's last projections."""
+"""Names of attention's output projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +247,14 @@ class ModelShape:
         heads = tuple(p for p in self.root.parameters if p.role == "head")
         if self.tied or not embeddings or not heads:
             raise ConfigError(
-                f"{self.name} has no input embedding and head that could be units: "
-                + ("they share a weight" if self.tied else "its shapes show none"),
+                f"the input embedding and the head of {self.name} cannot be units: "
+                + ("they share a weight" if self.tied else "its shapes do not show them"),
                 hint="leave wrap_embeddings out",
             )
         embedding = max(embeddings, key=lambda p: p.numel)
         names = [weight.name.rpartition(".")[0] for weight in (embedding, heads[0])]
         of_module = {name: [p for p in self.root.parameters if p.name.rpartition(".")[0] == name] for name in names}
-        first, last = (UnitShape(name, tuple(of_module[name])) for name in names)  # a head's bias goes with it
+        first, last = (UnitShape(name, tuple(of_module[name])) for name in names)  # includes the head's bias
         rest = tuple(p for p in self.root.parameters if p.name.rpartition(".")[0] not in names)
         return dataclasses.replace(
             self,

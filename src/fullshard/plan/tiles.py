@@ -23,7 +23,7 @@ from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 
 _CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0) | {"o_proj": 1, "down_proj": 1}
 _OF_EXPERTS = {"gate_up_proj": 1, "down_proj": 2}
-"""The dim that is cut; of stacked weights the first dim is that of experts."""
+"""The dim along which stacked weights are split. Their first dim is the expert."""
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
@@ -38,7 +38,10 @@ def tiled(model: ModelShape, parts: int) -> ModelShape:
         return model
     if model.tied or not all(_is_cut(unit) for unit in model.units if unit.block is not None):
         why = "its head is its embedding" if model.tied else "its layers are not Llama's"
-        raise ConfigError(f"tensor parallelism of {model.name} is not planned: {why}", hint="leave tp out")
+        raise ConfigError(
+            f"the planner does not support tensor parallelism for {model.name}, because {why}",
+            hint="leave tp out",
+        )
     cut = model.map(lambda unit, p: [_tile(p, parts)])
     units = [
         dataclasses.replace(unit, block=unit.block and _tile_of_block(model.name, unit.block, parts))
@@ -75,7 +78,7 @@ def _tile_of_block(name: str, block: Block, parts: int) -> Block:
     widths = {n: getattr(block, n) for n in ("heads", "kv_heads", "intermediate", "shared_intermediate")}
     if uneven := [f"{width} {what}" for what, width in widths.items() if width % parts]:
         raise ConfigError(
-            f"tensor parallelism of {name}: its {uneven[0]} cannot be shared by {parts} ranks",
+            f"tensor parallelism of {name}: {uneven[0]} cannot be divided evenly among {parts} ranks",
             hint="choose a tp that divides them",
         )
     return dataclasses.replace(block, **{what: width // parts for what, width in widths.items()})
@@ -90,7 +93,10 @@ def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
         ConfigError: the devices or the hosts cannot be divided into such groups.
     """
     if cluster.count % parts or (cluster.per_host % parts and parts % cluster.per_host):
-        raise ConfigError(f"{cluster} cannot be divided into tensor-parallel groups of {parts}", hint="use a divisor")
+        raise ConfigError(
+            f"{cluster} cannot be divided into tensor-parallel groups of {parts}",
+            hint="use a divisor of the number of devices",
+        )
     return cluster.count // parts, max(1, cluster.per_host // parts)
 
 

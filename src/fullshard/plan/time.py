@@ -58,15 +58,15 @@ from fullshard.plan.work import (
 )
 
 BASE_LATENCY = 14e-6
-"""Seconds of the smallest collective: NCCL's own figure for a ring (`baseLat` in its `tuning.cc`)."""
+"""Seconds of the smallest collective: NCCL's figure for a ring (`baseLat` in its `tuning.cc`)."""
 
 STEP_LATENCY = 3e-6
-"""Seconds per step of a ring, assumed: a few microseconds on NVLink and InfiniBand alike. It matters for small units on
-many ranks: 3 milliseconds at 1,024."""
+"""Assumed seconds per step of a ring: a few microseconds on both NVLink and InfiniBand. For small units on many ranks
+this is significant: 3 milliseconds with 1,024 ranks."""
 
 CONTENTION = 0.1
-"""Part of the computing speed that a collective takes while it runs beside it: its kernels occupy some of the
-processors (PyTorch issue 179937 reports 30 to 40 % in single products; over a step it is a tenth)."""
+"""Fraction by which a collective slows down computation that runs at the same time, because its kernels occupy some of
+the processors. PyTorch issue 179937 reports 30 to 40 % for single products; over a step it is a tenth."""
 
 
 def steps(ranks: int, *, times: int) -> int:
@@ -202,19 +202,19 @@ class _Clock:
                 self._cast(work.casts[1])
                 self._exchange_tiles(unit, 1)
             case EventKind.REDUCE_ISSUED:
-                if self.reduced:  # one reduction is under way at a time; those of a unit come while it computes
+                if self.reduced:  # one reduction runs at a time; a unit's reductions start while it computes
                     before, done = self.reduced.pop()
                     self._wait(done if before != unit.name else self.now)
                 sent = reduce_message_nbytes(event, unit, layout.shard_size) * layout.shard_size
                 done = self._collective(event.nbytes if self.setting.route.shares_memory else sent)
-                own = event.nbytes // layout.shard_size  # which is then summed over replicas
+                own = event.nbytes // layout.shard_size  # this interval is then summed over the replicas
                 stride = self.setting.job.tp * layout.shard_size
                 done = max(done, self._send(own, layout.replicate_size, stride=stride, times=2))
                 self.reduced.append((unit.name, done))
             case EventKind.TO_HOST if event.what == "gradient":
                 self._copy("to host", event.nbytes)
             case EventKind.REDUCE_DONE:
-                if self.reduced and self.reduced[0][0] == unit.name:  # else it was waited for before
+                if self.reduced and self.reduced[0][0] == unit.name:  # otherwise it has already been waited for
                     self._wait(self.reduced.pop()[1])
                 self._wait(self.copied.get("to host", 0.0))
 

@@ -20,28 +20,28 @@ from fullshard.plan.setting import PlanSetting, of_parameters
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 PCIE = 25e9
-"""Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
+"""Bytes per second between host and device over PCIe 4.0 x16, which has a peak of 31.5 GB/s."""
 
 HOST_UNIT = 4e-4
-"""Seconds of the engine's own per unit and micro-batch, hooks and starting collectives, measured on 64 ranks
+"""Seconds per unit and micro-batch that the engine spends on hooks and on starting collectives, measured on 64 ranks
 (`docs/performance.md`)."""
 
 COMPILED_OPS = 0.15
-"""The part of a layer's operations that are launched if it is compiled: products, attention, fused kernels between."""
+"""The fraction of a layer's operations that remain if it is compiled: products, attention and fused kernels."""
 
 LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
-"""ATen operations of a layer's forward and of its backward, with a kernel and without, counted in a Llama layer
+"""Number of ATen operations with and without a kernel in a layer's forward and backward, counted in a Llama layer
 (`tests/plan/test_plan_time.py`)."""
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.4, "full": 1.0}
-"""Forwards run again in backward; selective checkpointing drops half of the products."""
+"""Fraction of forward that backward recomputes. Selective checkpointing drops half of the products."""
 
 _BESIDES = {"mxfp4": 8, "fp8": 8}
-"""Bytes per element that are written and read again while codes are decoded by several kernels (the feature's
-`codecs`), not by one."""
+"""Bytes per element that are written and read again if several kernels decode the codes (the feature's `codecs`)
+instead of a single one."""
 
 _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
-"""The last product of a layer, by the names of families."""
+"""Names of a layer's last product in the different families."""
 
 
 def forward_flops(unit: UnitShape, job: Job) -> float:
@@ -71,7 +71,9 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
     seconds = flops / speed
     if way in WRITTEN_OUT and not device.is_cpu:
         scores = flops / (2 * block.head_dim + 2 * (block.value_dim or block.head_dim))
-        seconds = max(seconds, 2 * scores * itemsize(dtype) / device.memory_speed)  # written by a product, read by one
+        seconds = max(
+            seconds, 2 * scores * itemsize(dtype) / device.memory_speed
+        )  # written by one product and read by another
     return seconds, seconds * (2 if way in WRITTEN_OUT or device.is_cpu else BACKWARD)
 
 
@@ -122,7 +124,7 @@ def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
         attention, passes, written = none if shape.block is None else of_block[shape.block]
         products, again = flops / speed, part if shape.block is not None else 0.0
         forward = products + attention[0] + passes[0]
-        # What is not run again, or counted apart.
+        # Operations that are not recomputed, or that are counted separately.
         left_out = written or attention[0]
         if job.checkpointing != "selective":
             left_out = products * last_product(shape, job)
@@ -197,7 +199,7 @@ def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
 def _cast_seconds(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
     speed = setting.device.memory_speed
     made = sum(b.layout.full_numel * itemsize(b.compute_dtype) + setting.collected_nbytes(b) for b in unit.trainable)
-    if setting.route.shares_memory:  # nothing is new, what is there is not copied, and backward finds forward's casts
+    if setting.route.shares_memory:  # nothing is allocated or copied, and backward reuses forward's casts
         moved = sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b)))
         return moved / speed, made / speed
     own = [bucket for bucket in unit.buckets if not bucket.shares_main and bucket.form is None]
@@ -257,7 +259,7 @@ def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
     device = cluster.device
     bandwidth = device.memory_speed
     if setting.on_host.main_weights:
-        bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
+        bandwidth = min(bandwidth, 20e9)  # each process's share of a host's 200 GB/s or so
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
     calls = 0.0 if device.is_cpu else parameters * HostCosts().seconds(1, 1)
     seconds = of_parameters(setting, OptimizerRow.step_nbytes) / bandwidth + calls
