@@ -105,7 +105,7 @@ def test_a_launched_script_keeps_to_its_plan(tmp_path: Path) -> None:
         ("loop", 3, ["--mixed_precision", "bf16"], ["Model with SGD, step 3: as planned"]),
         ("two", 3, [], ["Model with AdamW, step 3: as planned"] * 2),
         ("other", 3, [], ["Model with RMSprop, step 3: as planned", "optimizer state: not planned, found"]),
-        ("plain", 3, [], ["check_plan had no effect: the script shards by itself"]),
+        ("plain", 3, [], ["check_plan had no effect: the script shards the model itself"]),
         ("accelerator", 3, ["--strategy", "NO_SHARD"], ["Model with AdamW, step 3: as planned"]),
     ],
 )

@@ -85,9 +85,9 @@ def test_a_signal(tmp_path: Path, number: signal.Signals, to: str, grace: int, s
     assert read(tmp_path / "saving0") == read(tmp_path / "saving1")
     if code == PREEMPTED:
         assert read(tmp_path / "saved0") == read(tmp_path / "saved1") == read(tmp_path / "saving0")
-        assert "the 2 processes on this host have stopped because of a signal; start again to go on" in said
+        assert "the 2 processes on this host stopped because of a signal; restart the job to continue" in said
     if not second and code != PREEMPTED:
-        assert "the grace period of 1 s is over; the last checkpoint is from before" in said
+        assert "the grace period of 1 s ended before a new checkpoint was saved" in said
 
 
 @pytest.mark.full

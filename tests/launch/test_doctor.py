@@ -80,9 +80,17 @@ def variables(**environ: str) -> list[Finding]:
 @pytest.mark.parametrize(
     ("environ", "words", "hint"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "RANK=0, WORLD_SIZE=4 in the environment, and no launcher runs", "unset"),
-        ({"GLOO_SOCKET_IFNAME": "eth77"}, "GLOO_SOCKET_IFNAME=eth77 names a network interface", "use one of lo"),
-        ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME==l names a network interface", "unset NCCL_SOCKET_IFNAME"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "RANK=0, WORLD_SIZE=4 is set, but no launcher is running", "unset"),
+        (
+            {"GLOO_SOCKET_IFNAME": "eth77"},
+            "GLOO_SOCKET_IFNAME=eth77 contains eth77, which is not a network interface",
+            "use one of lo",
+        ),
+        (
+            {"NCCL_SOCKET_IFNAME": "=l"},
+            "NCCL_SOCKET_IFNAME==l contains l, which is not a network interface",
+            "unset NCCL_SOCKET_IFNAME",
+        ),
         ({"FSDP_OFFLOAD_PARAM": "true"}, "unknown variable FSDP_OFFLOAD_PARAM", "FSDP_OFFLOAD_PARAMS"),
         ({"ACCELERATE_MIXED_PRECISION": "fp9"}, "$ACCELERATE_MIXED_PRECISION: setting 'mode': input should be", "fp"),
         ({"FULLSHARD_TIMEOUT": "soon"}, "FULLSHARD_TIMEOUT = 'soon'", "use a number of seconds"),
@@ -109,7 +117,7 @@ def test_threads_that_take_processors_from_each_other() -> None:
     assert list(doctor._threads({}, 8, 4)) == []
     assert list(doctor._threads({"OMP_NUM_THREADS": "2"}, 2, 4)) == []
     [finding] = doctor._threads({"OMP_NUM_THREADS": "8"}, 2, 4)
-    assert "gives 2 ranks 16 threads on 4 processors" in finding.text
+    assert "gives 2 ranks 16 threads, but there are only 4 processors" in finding.text
     assert "set it to 2" in finding.hint
     [finding] = doctor._threads({"OMP_NUM_THREADS": "all"}, 2, 4)
     assert finding.is_wrong
@@ -121,14 +129,14 @@ def test_limits_of_a_container() -> None:
     shared, files = doctor._limits(64 * MIB, 256)
     assert "/dev/shm has 64.00 MiB" in shared.text
     assert "--shm-size" in shared.hint
-    assert "a process may open 256 files" in files.text
+    assert "a process may open only 256 files" in files.text
 
 
 @pytest.mark.parametrize("address", ["203.0.113.9", "no-such-host.invalid"])
 def test_host_name_that_leads_elsewhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
     [finding] = doctor._host_name()
-    assert f"this host's own name {socket.gethostname()} stands for no address of this host" in finding.text
+    assert f"the name of this host, {socket.gethostname()}, does not resolve to one of its addresses" in finding.text
     assert not finding.is_wrong
 
 
@@ -137,20 +145,20 @@ def test_torch_that_cannot_use_the_devices() -> None:
     report = make_report(hardware, {})
     report["torch"] |= {"CUDA available": "false", "built for": "processors only"}
     [finding] = doctor._torch(hardware, report, "auto")
-    assert "the driver shows 2 GPUs, and torch (built for processors only) can use none" in finding.text
+    assert "the driver shows 2 GPUs, but torch (built for processors only) cannot use them" in finding.text
     report["packages"]["torch"] = "2.3.1+cpu"
     assert "torch 2.3.1+cpu is too old" in texts(doctor._torch(hardware, report, "auto"))
     failed = Hardware(8, 2**34, failure="nvidia-smi failed: driver mismatch")
     assert "nvidia-smi failed: driver mismatch" in texts(doctor._torch(failed, report, "auto"))
     assert not any("GPU" in text for text in texts(doctor._torch(LAPTOP, report, "cpu")))
-    no_gpu = "device = cuda, and this host shows no GPU that torch (built for processors only) can use"
+    no_gpu = "device is cuda, but this host has no GPU that torch (built for processors only) can use"
     assert no_gpu in texts(doctor._torch(LAPTOP, report, "cuda"))
 
 
 def test_stale_variables_make_the_exit_code_1() -> None:
     done = run(RANK="0", WORLD_SIZE="2")
     assert done.returncode == 1
-    assert "WRONG: RANK=0, WORLD_SIZE=2 in the environment" in done.stdout
+    assert "WRONG: RANK=0, WORLD_SIZE=2 is set" in done.stdout
     assert "nothing is wrong" not in done.stdout
 
 
@@ -220,7 +228,7 @@ def test_one_rank_and_nothing_left_behind(tmp_path: Path) -> None:
 def test_a_broken_interface_is_named() -> None:
     done = run("--run", GLOO_SOCKET_IFNAME="doesnotexist")
     assert done.returncode == 1
-    cause = "GLOO_SOCKET_IFNAME=doesnotexist names a network interface that this host does not have"
+    cause = "GLOO_SOCKET_IFNAME=doesnotexist contains doesnotexist, which is not a network interface of this host"
     assert f"WRONG: {cause}" in done.stdout
     assert "checks that were reached: none; most likely: GLOO_SOCKET_IFNAME" in done.stdout
     assert "Unable to find address for: doesnotexist" in done.stderr
@@ -259,15 +267,18 @@ def _other_weights() -> str:
 
 
 def test_checks_notice_what_is_wrong() -> None:
-    assert all("wrong: an all-gather brought other elements" in text for text in run_ranks(_swapped, 2))
-    assert all("wrong: losses" in text and "(rank 0)" in text for text in run_ranks(_other_weights, 2))
+    assert all("wrong: an all-gather returned different elements" in text for text in run_ranks(_swapped, 2))
+    assert all("wrong: the losses are" in text and "(rank 0)" in text for text in run_ranks(_other_weights, 2))
 
 
 def test_a_trial_is_judged_in_words() -> None:
-    checks = {"sum over the ranks": "right", "sharded steps against DDP": "wrong: losses [1], under DDP [2] (rank 0)"}
+    checks = {
+        "sum over the ranks": "right",
+        "sharded steps against DDP": "wrong: the losses are [1], but [2] with DDP (rank 0)",
+    }
     [wrong] = judge(Trial(0, checks, {"device": "cpu"}), [])
     assert wrong.is_wrong
-    assert wrong.text.startswith("sharded steps against DDP: wrong: losses")
+    assert wrong.text.startswith("sharded steps against DDP: wrong: the losses")
     [died] = judge(Trial(137, {"sum over the ranks": "right"}, {}), [])
     assert "exit code 137; checks that were reached: sum over the ranks" in died.text
     assert list(judge(Trial(0, {"a": "right"}, {}), [])) == []

@@ -148,11 +148,11 @@ def test_a_host_is_killed_and_another_comes(inputs: Path) -> None:
     check_same(output, list(read_metrics(inputs / "alone" / "metrics.jsonl")))
     events = list(read_journal(output))
     restarts = [event["message"] for event in events if event["kind"] == "restart"]
-    assert restarts == ["the hosts of the job are others now"] * 2
+    assert restarts == ["the set of hosts has changed"] * 2
     assert [event["kind"] for event in events if event["kind"] in ("shrink", "growth")] == ["shrink", "growth"]
-    assert "going on with the hosts that are left" in said[0] and "is gone: its launcher was killed" in said[0]
+    assert "continuing with the remaining hosts" in said[0] and "is gone: its launcher was killed" in said[0]
     # Nothing was lost when it grew: the checkpoint is of the step that all ranks had come to.
-    assert "another host has come; the processes save" in said[0]
+    assert "another host has joined; the processes save" in said[0]
     stopped, resumed = (re.findall(rf"{words} (\d+)", said[0]) for words in ("after step", ", after step"))
     assert stopped[-1] == resumed[-1]
 

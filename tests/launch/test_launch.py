@@ -157,7 +157,7 @@ def test_restart_says_so_and_succeeds(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ValueError: once" in done.stderr
-    assert "starting all processes again (1 of 1 restarts)" in done.stderr
+    assert "restarting all processes (1 of 1 restarts)" in done.stderr
     # The script used nothing of fullshard's, and is told so: two copies may have done the same work.
     assert done.stderr.count("no model was sharded on rank 0") == 1
     assert "each of the 2 processes" in done.stderr

@@ -84,7 +84,7 @@ def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(job: Pat
         launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=20)
     assert launcher.returncode == 1 and "ValueError: the disk is full" in output
-    assert "starting all processes again" not in output
+    assert "restarting all processes" not in output
 
 
 def test_signals_for_the_processes_before_there_are_any(job: Path) -> None:

@@ -280,7 +280,7 @@ def test_streams_are_checked(tmp_path: Path) -> None:
     [
         ([], "no script was given"),
         (["-m", ""], "no script was given"),
-        (["trian.py"], "the script trian.py does not exist\nhint: . has train.py"),
+        (["trian.py"], "the script trian.py does not exist\nhint: choose a script in .: train.py"),
         (["."], "the directory . does not contain a __main__.py\nhint: give the path of a script"),
         *(
             (["--nproc_per_node", text, "train.py"], "--nproc_per_node: expected a number, auto, gpu or cpu")

@@ -95,7 +95,7 @@ def test_both_hosts_restart_when_the_lost_one_comes_back(hosts: list[str], job: 
             outputs = [process.communicate(timeout=120)[0] for process in (a, again)]
             assert (a.returncode, again.returncode) == (0, 0), outputs
     assert "is gone: its launcher was killed" in outputs[0]
-    assert "starting all processes again (1 of 1 restarts)" in outputs[0]
+    assert "restarting all processes (1 of 1 restarts)" in outputs[0]
     assert len(norms("\n".join(outputs))) == 1
     assert read(job / "step0") == "24 1", "the first host counts one restart"
 
@@ -114,8 +114,8 @@ def test_a_host_that_falls_silent_is_gone_on_without(hosts: list[str], job: Path
         finally:
             ip("-n", hosts[1], "link", "set", cable, "up")
     assert (a.returncode, b.returncode) == (0, 1), outputs
-    assert "going on with the hosts that are left" in outputs[0]
-    assert "has said nothing for 30 seconds" in outputs[0]
+    assert "continuing with the remaining hosts" in outputs[0]
+    assert "has sent nothing for 30 seconds" in outputs[0]
     assert "trained rank 0 of 2" in outputs[0] and "trained rank 1 of 2" in outputs[0]
     assert "the launcher at 10.77.0.1:29500 is gone" in outputs[1]
 

@@ -126,7 +126,7 @@ def test_machine_ranks_that_are_not_each_there_once_are_refused(where: tuple[str
     hosts[1].send("join", port=0)
     for host in hosts:
         told = host.hear("refused")
-        assert told["text"] == "the machine ranks of the hosts are 0, 2: each from 0 must be there once"
+        assert told["text"] == "the hosts' machine ranks must be consecutive numbers from 0, got 0, 2"
         assert told["error"] == "settings"
 
 
@@ -247,7 +247,7 @@ def test_a_silent_host_is_lost_and_one_that_answers_is_not(
     monkeypatch.setattr(rendezvous_server, "KEEP_ALIVE_SECONDS", 0.1)
     monkeypatch.setattr(rendezvous_server, "TIMEOUT_SECONDS", 1.5)
     told = first.hear("root_cause")  # which answers what keeps the connection alive
-    assert told["text"] == "host 1, b (127.0.0.1), has said nothing for 2 seconds\n"
+    assert told["text"] == "host 1, b (127.0.0.1), has sent nothing for 2 seconds\n"
     assert second.is_closed()
 
 
@@ -264,7 +264,7 @@ def test_one_that_ends_without_restarts_ends_the_job(where: tuple[str, int]) -> 
     first.hear("root_cause")
     first.send("join", port=8)
     second.send("leave", failed=True)
-    told = {"text": "host 1, b (127.0.0.1), has ended, without restarts left", "error": "job"}
+    told = {"text": "host 1, b (127.0.0.1), has ended and has no restarts left", "error": "job"}
     assert first.hear("refused") == told
     late = Host(where, "c")
     late.send("join", port=0)
@@ -310,8 +310,8 @@ def test_messages_arrive_whole_however_they_are_cut(where: tuple[str, int]) -> N
         (b'["a list"]\n', "is gone"),
         (b'{"no": "kind"}\n', "is gone"),
         (b"x" * ((1 << 20) + 1), "is gone"),
-        (b'{"kind": "failed"}\n', "sent something that is not understood"),
-        (b'{"kind": "join", "port": "x"}\n', "sent something that is not understood"),
+        (b'{"kind": "failed"}\n', "sent an invalid message"),
+        (b'{"kind": "join", "port": "x"}\n', "sent an invalid message"),
     ],
     ids=["text", "list", "no-kind", "too-long", "no-content", "no-number"],
 )
@@ -390,7 +390,7 @@ def test_an_answer_is_of_no_use_a_second_time() -> None:
         for each in (known, replayed):
             each.sendall(answer + HELLO)
         told = replayed.makefile().readline()
-        assert "token of the job ($FULLSHARD_TOKEN)" in told
+        assert "the job's token ($FULLSHARD_TOKEN)" in told
         assert "keep_alive" in known.makefile().readline()
 
 
@@ -411,7 +411,7 @@ def test_who_does_not_know_the_token_is_told(pool: ThreadPoolExecutor) -> None:
     hello: dict[str, Any] = {"host": "a", "machine_rank": None, "same": {}}
     for token in ("", "Secret"):
         stranger = opened(RendezvousClient(where, hello, 30, print, token))
-        with pytest.raises(ConfigError, match="token of the job"):
+        with pytest.raises(ConfigError, match=r"the job's token \(\$FULLSHARD_TOKEN\)"):
             stranger.join(7)
     known = [opened(RendezvousClient(where, hello, 30, print, "secret")) for _ in range(2)]
     answers = [pool.submit(each.join, port) for each, port in zip(known, (7, 0), strict=True)]
@@ -537,7 +537,7 @@ def test_a_client_that_is_refused_raises_by_the_reason(where: tuple[str, int], p
 def test_a_client_of_a_job_that_is_over_raises(where: tuple[str, int]) -> None:
     gone = Host(where, "a")
     gone.send("leave", failed=True)
-    with pytest.raises(CommunicationError, match="has ended, without restarts left"):
+    with pytest.raises(CommunicationError, match="has ended and has no restarts left"):
         client(where, "b").join(0)
 
 
@@ -545,7 +545,7 @@ def test_a_client_that_closes_tells_why(where: tuple[str, int], pool: ThreadPool
     first, second = joined(where, pool)
     second.failed = True
     second.close()
-    with pytest.raises(CommunicationError, match=r"host 1, b .* has ended, without restarts left"):
+    with pytest.raises(CommunicationError, match=r"host 1, b .* has ended and has no restarts left"):
         first.join(8)
 
 

@@ -215,7 +215,7 @@ def test_wide_keys() -> None:
 
 def test_an_unknown_activation_is_noted() -> None:
     shape, notes = from_config(configuration("llama", 1, hidden_act="xielu"), where="config.json")
-    assert notes == ["config.json: activation 'xielu' is not known; planned as one that keeps its input"]
+    assert notes == ["config.json: activation 'xielu' is unknown; the plan assumes that it keeps its input"]
     assert shape.blocks[0].activation == "xielu"
 
 

@@ -238,11 +238,11 @@ def test_logits_of_a_large_vocabulary() -> None:
     [
         (
             {},
-            ("Transformers' own, which makes", "12 bytes per logit", "as Trainer does not", "--keeps-outputs"),
+            ("Transformers' own, which casts", "12 bytes per logit", "unlike Trainer", "--keeps-outputs"),
         ),
         ({"keeps_outputs": True}, ("16 bytes per logit", "keeps its outputs")),
         ({"loss": "kernel"}, ("one kernel", "4 bytes per logit")),
-        ({"loss": "fused", "loss_chunk": 512}, ("512 tokens at a time", "product once more")),
+        ({"loss": "fused", "loss_chunk": 512}, ("512 tokens at a time", "product is computed again")),
     ],
 )
 def test_a_plan_says_which_loss_it_took(settings: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -34,13 +34,13 @@ WATCHED = {
     "training.check_plan": (
         "FULLSHARD_CHECK_PLAN",
         "fullshard.api.plan_check",
-        "the script shards by itself, and its optimizer is not known",
+        "the script shards the model itself, so its optimizer is unknown",
         "use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer",
     ),
     "training.step_in_backward": (
         "FULLSHARD_STEP_IN_BACKWARD",
         "fullshard.features.steps_in_backward.stepper",
-        "no optimizer was prepared for it",
+        "no optimizer was prepared to step in backward",
         "call fullshard.step_in_backward(optimizer) in the script, or use fullshard's Accelerator",
     ),
     "checkpoint.max_lost_steps": (
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def _finish() -> None:
-    """Leave word that the script has ended well, which the launcher may need to know before the process has ended."""
+    """Create a file that tells the launcher that the script ended without an error, even before the process ends."""
     if directory := os.environ.get(PREEMPTION_DIR):
         import contextlib
 
@@ -284,8 +284,8 @@ def _say_if_nothing_was_sharded() -> None:
         return
     count = os.environ.get("WORLD_SIZE", "1")
     sys.stderr.write(
-        f"fullshard: no model was sharded on rank 0; the settings of sharding and precision had no effect, and unless "
-        f"the script divides the work itself, each of the {count} processes did all of it\n"
+        f"fullshard: no model was sharded on rank 0, so the sharding and precision settings had no effect; unless the "
+        f"script divides the work itself, each of the {count} processes did all of it\n"
         "hint: use fullshard's Accelerator, accelerate() or fully_shard in the script, or Transformers' Trainer\n"
     )
 

@@ -68,13 +68,13 @@ def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     if "TORCHELASTIC_RUN_ID" not in environ:
         if stale := [name for name in _STALE if name in environ]:
             yield Finding(
-                f"{', '.join(f'{name}={environ[name]}' for name in stale)} in the environment, and no launcher runs: "
-                "a script started with python would wait for other ranks for ever",
+                f"{', '.join(f'{name}={environ[name]}' for name in stale)} is set, but no launcher is running: "
+                "a script that is started with python would wait for other ranks forever",
                 f"unset {' '.join(stale)}",
             )
         if "MASTER_ADDR" in environ:
             yield Finding(
-                f"MASTER_ADDR={environ['MASTER_ADDR']} is left in the environment; it may belong to another job",
+                f"MASTER_ADDR={environ['MASTER_ADDR']} is set, but it may belong to another job",
                 "unset MASTER_ADDR MASTER_PORT",
                 is_wrong=False,
             )
@@ -98,7 +98,7 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         for name in filter(None, value.removeprefix("=").split(",")):
             if not any(each == name if is_exact else each.startswith(name) for each in known):
                 yield Finding(
-                    f"{variable}={value} names a network interface that this host does not have: {name}",
+                    f"{variable}={value} contains {name}, which is not a network interface of this host",
                     f"use one of {', '.join(known)}, or unset {variable}",
                 )
 
@@ -115,9 +115,9 @@ def _host_name() -> Iterator[Finding]:
             probe.bind((address, 0))
     except OSError as error:
         yield Finding(
-            f"this host's own name {name} stands for no address of this host ({error}); whoever looks it up by name "
-            "connects elsewhere and hangs",
-            f"mend {name} in /etc/hosts or in the DNS, or set GLOO_SOCKET_IFNAME to the interface to use",
+            f"the name of this host, {name}, does not resolve to one of its addresses ({error}), so processes that "
+            "look it up may hang",
+            f"correct {name} in /etc/hosts or in the DNS, or set GLOO_SOCKET_IFNAME to the interface to use",
             is_wrong=False,
         )
 
@@ -128,9 +128,9 @@ def _threads(environ: Mapping[str, str], nproc: int, cpu_count: int) -> Iterator
         yield Finding(f"OMP_NUM_THREADS={text} is not a number of threads", "unset it")
     elif text and int(text) * nproc > cpu_count:
         yield Finding(
-            f"OMP_NUM_THREADS={text} gives {nproc} ranks {int(text) * nproc} threads on {cpu_count} processors: they "
-            "take them from each other",
-            f"unset it (the launcher shares them out), or set it to {max(1, cpu_count // nproc)}",
+            f"OMP_NUM_THREADS={text} gives {nproc} ranks {int(text) * nproc} threads, but there are only {cpu_count} "
+            "processors, so the threads slow one another down",
+            f"unset it (the launcher then sets it), or set it to {max(1, cpu_count // nproc)}",
             is_wrong=False,
         )
 
@@ -139,13 +139,13 @@ def _limits(shared: int | None, files: int | None) -> Iterator[Finding]:
     if shared is not None and shared <= _SMALL_SHARED_MEMORY:
         yield Finding(
             f"/dev/shm has {format_nbytes(shared)}, which is too little for data loader workers and for ranks that "
-            "exchange data through it",
+            "communicate through it",
             "start the container with --shm-size=8g or --ipc=host",
             is_wrong=False,
         )
     if files is not None and files < _FEW_OPEN_FILES:
         yield Finding(
-            f"a process may open {files} files; data loaders and sockets of many ranks need more",
+            f"a process may open only {files} files, but data loaders and sockets of many ranks need more",
             f"run `ulimit -n {8 * _FEW_OPEN_FILES}` before the job",
             is_wrong=False,
         )
@@ -156,18 +156,21 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
     if is_too_old(version):
         yield Finding(f"torch {version} is too old", f"install torch {'.'.join(map(str, OLDEST_TORCH))} or later")
     if hardware.failure:
-        yield Finding(hardware.failure, "see with nvidia-smi whether the driver fits torch's CUDA, or restart the host")
+        yield Finding(
+            hardware.failure,
+            "use nvidia-smi to check whether the driver supports torch's CUDA version, or restart the host",
+        )
     if report["torch"]["CUDA available"] != "false":
         return
     built = report["torch"]["built for"]
     if hardware.accelerators and device != "cpu":
         yield Finding(
-            f"the driver shows {len(hardware.accelerators)} GPUs, and torch (built for {built}) can use none",
+            f"the driver shows {len(hardware.accelerators)} GPUs, but torch (built for {built}) cannot use them",
             "install a torch that is built for the driver's CUDA version",
         )
     elif device == "cuda":
         yield Finding(
-            f"device = cuda, and this host shows no GPU that torch (built for {built}) can use",
+            f"device is cuda, but this host has no GPU that torch (built for {built}) can use",
             "start the container with its GPUs (--gpus all), or use --device cpu",
         )
 
@@ -199,5 +202,5 @@ def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
         yield Finding(
             f"the ranks ended with exit code {trial.exit_code}; checks that were reached: "
             f"{', '.join(trial.checks) or 'none'}{f'; most likely: {causes[0]}' if causes else ''}",
-            "mend that first" if causes else "the traceback above says where; NCCL_DEBUG=INFO says more about NCCL",
+            "fix that first" if causes else "see the traceback above; set NCCL_DEBUG=INFO for details about NCCL",
         )

@@ -67,7 +67,7 @@ def _check_sum(device: torch.device) -> str:
     expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
     if bool((total == expected).all()):
         return "right"
-    return f"wrong: the sum of 1 to {dist.get_world_size()} is {total.unique().tolist()}, expected {expected}"
+    return f"wrong: an all-reduce of 1 to {dist.get_world_size()} gave {total.unique().tolist()}, expected {expected}"
 
 
 def _check_collectives(collectives: Collectives, device: torch.device) -> str:
@@ -76,7 +76,7 @@ def _check_collectives(collectives: Collectives, device: torch.device) -> str:
     gathered = buffer.gather(torch.full((numel,), rank + 1.0, device=device), tag=0).wait()
     expected = torch.arange(1, size + 1, device=device).repeat_interleave(numel)
     if not torch.equal(gathered, expected.to(gathered.dtype)):
-        return "wrong: an all-gather brought other elements than the ranks had"
+        return "wrong: an all-gather returned different elements from those that the ranks sent"
     reduced = collectives.reduce_scatter(gathered.clone() * (rank + 1), tag=1).wait()
     wanted = (rank + 1) * size * (size + 1) / 2
     if not bool((reduced == wanted).all()):
@@ -99,13 +99,13 @@ def _check_step(device: torch.device) -> str:
     losses = torch.tensor([_train(model, device) for model in (ours, replicated)])
     apart = _apart(*losses)
     if not apart <= _TOLERANCE:
-        return f"wrong: losses {losses[0].tolist()}, under DDP {losses[1].tolist()}"
+        return f"wrong: the losses are {losses[0].tolist()}, but {losses[1].tolist()} with DDP"
     for (name, mine), same in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if not isinstance(mine, ShardedParameter):
             return f"wrong: {name} is not sharded"
         difference = _apart(mine.full_tensor(), same)
         if not difference <= _TOLERANCE:
-            return f"wrong: after {_STEPS} steps {name} is {difference:.1e} apart from DDP's"
+            return f"wrong: after {_STEPS} steps {name} differs from DDP's by {difference:.1e}"
         apart = max(apart, difference)
     return f"right: {_STEPS} steps, losses and parameters within {apart:.1e} (relative)"
 

@@ -57,9 +57,9 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last:
         how = "failed"  # the signal arrived while the process was ending because of that error
     text = f"\nrank {rank} of {world_size} (process {failure.pid} on {socket.gethostname()}) {how}\n"
     if -failure.exitcode == signal.SIGKILL and traceback is None:
-        text += "hint: if nobody killed it, the system was out of memory; use more processes or a smaller batch\n"
+        text += "hint: unless someone killed it, the system ran out of memory; use more processes or a smaller batch\n"
     if traceback is None:
-        return f"{text}it did last: {last}\n" if last else text
+        return f"{text}its last action: {last}\n" if last else text
     return f"{text}{traceback.rstrip()}\n"
 
 

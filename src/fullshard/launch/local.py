@@ -235,12 +235,14 @@ class Agent(LocalElasticAgent):
         if not result.failures and (cause is None or self._is_left_last):
             if not any(self._preemption.glob("stopping-*")):
                 return 0
-            say(f"the {self._job.nproc} processes on this host have stopped because of a signal; start again to go on")
+            say(
+                f"the {self._job.nproc} processes on this host stopped because of a signal; restart the job to continue"
+            )
             return PREEMPTED
         _show_cursor()
         if cause is not None and not cause.here:
             # The other host has recorded it. Without a shared disk, this host's file does not contain it.
-            say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
+            say(f"the {self._job.nproc} processes on this host were ended because of another host:")
             _tell(self._told(cause))
             return 1
         rank, failure = root_cause(result.failures, self._scene.ended)
@@ -266,7 +268,7 @@ class Agent(LocalElasticAgent):
         return text + (self._scene.done_early(self._ranks, self._world_size) if is_of_a_loss(text) else "")
 
     def _told(self, cause: RootCause) -> str:
-        """Return the report on a failure on another host. If a rank hangs on this host, add its stack."""
+        """Return the report of another host's failure. If a rank hangs on this host, add its stack."""
         return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:
@@ -345,16 +347,16 @@ class Agent(LocalElasticAgent):
             self._asked.append((number, now + grace))
             self._note(Happening.PREEMPTION, f"{number.name}: asked to save and end", grace_period=grace)
             say(
-                f"{number.name}: the {self._job.nproc} processes on this host save and end, within "
-                f"{grace:g} s; a second signal ends them at once"
+                f"{number.name}: the {self._job.nproc} processes on this host will save and end within "
+                f"{grace:g} s; a second signal ends them immediately"
             )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for number, end in self._asked:
             if time.monotonic() < end:
                 break
-            self._note(Happening.PREEMPTION, "the grace period is over before a save was")
-            say(f"the grace period of {self._job.launch.grace_period:g} s is over; the last checkpoint is from before")
+            self._note(Happening.PREEMPTION, "the grace period ended before the checkpoint was saved")
+            say(f"the grace period of {self._job.launch.grace_period:g} s ended before a new checkpoint was saved")
             raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
         workers = torch_private.worker_context(self).pids()
@@ -392,10 +394,10 @@ class Agent(LocalElasticAgent):
             self._note_failure(rank, failure)
         if self._is_regrouping:
             self._is_regrouping = False
-            self._note(Happening.RESTART, "the hosts of the job are others now")
+            self._note(Happening.RESTART, "the set of hosts has changed")
         else:
             self._note(Happening.RESTART, number=number, of=self._job.launch.max_restarts)
-            say(f"starting all processes again ({number} of {self._job.launch.max_restarts} restarts)")
+            say(f"restarting all processes ({number} of {self._job.launch.max_restarts} restarts)")
         # Drop the last references: the next store on a fixed port can only listen once this one is closed.
         worker_group.store = None
         torch_private.forget_store(self)

@@ -51,7 +51,7 @@ class Membership:
         if result.state is WorkerState.SUCCEEDED:
             return any(self._preemption.glob("stopping-*"))
         if cause is not None and cause.lost:
-            self._say("going on with the hosts that are left, from the newest checkpoint")
+            self._say("continuing with the remaining hosts from the newest checkpoint")
             return True
         if not self._client.waits or result.is_failed():
             return self._client.waits  # the others have restarted before this host learned the reason
@@ -63,9 +63,11 @@ class Membership:
         """Ask the processes to save, and return how many seconds they have: 0 if no process listens for signals."""
         listening = below(listening_in(self._preemption))
         if not listening:
-            self._say("another host has come; the processes do not listen to signals, and go on from their checkpoint")
+            self._say(
+                "another host has joined; the processes do not listen for signals, and restart from their checkpoint"
+            )
             return 0.0
-        self._say("another host has come; the processes save, and go on with it")
+        self._say("another host has joined; the processes save and restart with it")
         for pid in listening:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)

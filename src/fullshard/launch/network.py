@@ -53,9 +53,9 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
         if not must and error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         if error.errno == errno.EADDRNOTAVAIL:
-            hint = f"{address} is not an address of this host: give one that is, or the machine rank that is right here"
+            hint = f"{address} is not an address of this host; correct the address or the machine rank"
         else:
-            hint = "another job may be using it; give another main_process_port on every host"
+            hint = "give another main_process_port on every host, because another job may be using this one"
         raise ConfigError(f"cannot listen on {address} port {port}: {error.strerror}", hint=hint) from None
 
 

@@ -242,7 +242,11 @@ def script_exists(line: CommandLine) -> None:
     path = Path(line.target)
     if line.kind == "script" and not path.exists():
         close = sorted(file.name for file in Path(path.parent).glob("*.py"))[:8] if path.parent.is_dir() else []
-        hint = f"{path.parent} has {', '.join(close)}" if close else "check the path; `-m` runs a module"
+        hint = (
+            f"choose a script in {path.parent}: {', '.join(close)}"
+            if close
+            else "check the path, or use `-m` to run a module"
+        )
         raise ConfigError(f"the script {line.target} does not exist", hint=hint)
     if line.kind == "script" and path.is_dir() and not (path / "__main__.py").is_file():
         raise ConfigError(

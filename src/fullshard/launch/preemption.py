@@ -60,7 +60,7 @@ def listen() -> None:
     _is_armed.append(True)
     STOPPING.is_listened_to = True
     if threading.current_thread() is not threading.main_thread():
-        warnings.warn("fullshard: signals cannot be listened to outside of the main thread", stacklevel=3)
+        warnings.warn("fullshard: signals can only be handled in the main thread", stacklevel=3)
         return
     for name in SIGNALS:
         signal.signal(signal.Signals[name], _hear)

@@ -232,10 +232,10 @@ class RendezvousServer(threading.Thread):
                 said = now
                 self._broadcast([peer for peer in self._peers if peer.hello], "keep_alive")
             for peer in [peer for peer in self._peers if peer.connection.flush()]:
-                self._drop(peer, "does not read what it is told")
+                self._drop(peer, "does not read its messages")
             self._check_deadlines(now)
             if self._closing.is_set() and self._over is None:
-                self._end("the host where the others meet has ended")
+                self._end("the host that ran the rendezvous has ended")
         self._listening.close()
 
     def _accept(self) -> None:
@@ -258,7 +258,7 @@ class RendezvousServer(threading.Thread):
         for peer in list(self._peers):
             limit = TIMEOUT_SECONDS if peer.hello else PROOF_SECONDS
             if now - peer.heard > limit:
-                self._drop(peer, f"has said nothing for {limit:.0f} seconds")
+                self._drop(peer, f"has sent nothing for {limit:.0f} seconds")
         if self._announce_at is not None and now >= self._announce_at:
             self._announce_root_cause()
         if self._is_elastic:
@@ -281,9 +281,7 @@ class RendezvousServer(threading.Thread):
     def _receive(self, peer: _Peer) -> None:
         if not peer.connection.is_proved:
             if not peer.connection.take_proof(self._token):
-                text = (
-                    f"the token of the job ($FULLSHARD_TOKEN) or the version of fullshard is not that of {peer.address}"
-                )
+                text = f"the job's token ($FULLSHARD_TOKEN) or fullshard's version differs from that of {peer.address}"
                 self._refuse([peer], text, "settings")
                 self._forget(peer)
             return
@@ -299,7 +297,7 @@ class RendezvousServer(threading.Thread):
         except (KeyError, TypeError, ValueError):
             if peer not in self._peers:
                 return
-            self._drop(peer, "sent something that is not understood; are the versions of fullshard the same?")
+            self._drop(peer, "sent an invalid message; check that the versions of fullshard are the same")
 
     def _handle(self, peer: _Peer, kind: str, message: dict[str, Any]) -> None:
         if kind == "hello":
@@ -331,7 +329,7 @@ class RendezvousServer(threading.Thread):
             self._forget(peer)
             is_known = peer.rank is not None or not any(other.running for other in self._peers)
             if has_failed and is_known:
-                self._end(f"{peer.name} has ended, without restarts left")
+                self._end(f"{peer.name} has ended and has no restarts left")
             elif peer.running and not peer.done:
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
@@ -370,7 +368,7 @@ class RendezvousServer(threading.Thread):
         count = min(len(joined), self._hosts)
         ranks = [peer.hello["machine_rank"] for peer in joined[:count]]
         if None not in ranks and ranks != list(range(self._hosts)):
-            text = f"the machine ranks of the hosts are {', '.join(map(str, ranks))}: each from 0 must be there once"
+            text = f"the hosts' machine ranks must be consecutive numbers from 0, got {', '.join(map(str, ranks))}"
             self._refuse(joined, text, "settings")
             return
         first, port = joined[0].address, joined[0].joined
@@ -423,14 +421,14 @@ def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
     host, rank, same = message["host"], message["machine_rank"], message["same"]
     is_right = isinstance(host, str) and isinstance(same, dict) and (rank is None or type(rank) is int)
     if not is_right or len(json.dumps(message)) > _LONGEST_HELLO_NBYTES:
-        raise TypeError("hello")
+        raise TypeError("invalid hello")
     same = {str(key): str(value) for key, value in same.items()}
     return {"host": printable(host, _LONGEST_SHOWN), "machine_rank": rank, "same": same}
 
 
 def _checked_port(port: Any) -> int:
     if type(port) is not int or not 0 <= port < 1 << 16:
-        raise ValueError("a port")
+        raise ValueError("invalid port")
     return port
 
 

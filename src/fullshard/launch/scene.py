@@ -1,4 +1,4 @@
-"""Records what this host's processes were doing when one of them failed, before the others are ended."""
+"""A record of what this host's processes were doing when one of them failed, made before the others are ended."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class Scene:
         """
         text = ""
         for who, pid in self._named(self.done, ranks, world_size):
-            text += f"{who} had ended before, with exit code 0: it made fewer steps than the others, or left its loop\n"
+            text += f"{who} had already ended with exit code 0: it ran fewer steps than the others, or left its loop\n"
             last = read_status(self._directory / f"status-{pid}")
-            text += f"it did last: {last}\n" if last else ""
+            text += f"its last action: {last}\n" if last else ""
         return text
 
     def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
@@ -104,8 +104,8 @@ class Scene:
             if any(place in frame for frame in frames[:4] for place in _WAITS_IN) and pid not in self._stopped:
                 continue
             how = "was stopped (SIGSTOP)" if pid in self._stopped else "was running"
-            where = ". It was here, the innermost call first:\n" + "\n".join(frames[:_FRAMES]) if frames else ""
-            text += f"{who} {how}, and did not come so far{where}\n"
+            where = ". Its stack, with the innermost call first:\n" + "\n".join(frames[:_FRAMES]) if frames else ""
+            text += f"{who} {how} and did not get that far{where}\n"
         return text
 
     def _named(self, pids: set[int], ranks: Mapping[int, int], world_size: int) -> Iterator[tuple[str, int]]:

@@ -68,8 +68,8 @@ class LayerActivations:
         inputs: the part of `kept` that is the layer's own input.
         recomputed: bytes that backward computes again and holds in addition to `kept`.
         working: temporaries of backward, which are the gradients of the widest tensors.
-        in_product: temporaries while the gradient of a large weight is computed, when one of the widest is already
-        freed.
+        in_product: temporaries while the gradient of a large weight is computed, when one of the widest tensors has
+            already been freed.
     """
 
     kept: int

@@ -267,22 +267,22 @@ def notes_of(plan: Plan) -> list[str]:
     is_apart = device.is_cpu and layout.shard_size > 1 and not plan.cluster.shares_memory
     keeps_dtype = job.method != "full" or job.stored_dtype == job.main_dtype
     notes = {
-        f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)": (
+        f"a {device.name} has no bfloat16 in hardware: the plan assumes the speed of float16 (--precision fp16)": (
             job.precision == "bf16" and not device.has_bfloat16
         ),
         loss_note(plan.model, job): plan.model.vocab > 0,
         (said := _attention_note(plan)): bool(said),
-        f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their parts; "
-        "the script or distributed_config does that (docs/tensor_parallelism.md)": job.tp > 1,
-        "ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set": is_apart,
+        f"layers are split over {job.tp} ranks as Transformers splits Llama's, and each rank has all tokens between "
+        "the parts; set this up in the script or with distributed_config (docs/tensor_parallelism.md)": job.tp > 1,
+        "ranks communicate through Gloo and do not share memory, because FULLSHARD_COMM=gloo is set": is_apart,
         "offload saves nothing here: a CPU computes in host memory": job.on_host and device.is_cpu,
         f"{plan.kept} of {others} units stay unsharded between forward and backward": job.keeps_what_fits,
-        "this engine does not compile what it checkpoints selectively; it is planned for comparison": (
+        "this engine does not compile layers with selective checkpointing; the plan is only for comparison": (
             job.checkpointing == "selective" and job.compile
         ),
         f"main weights are {job.main_dtype}; with precision no they stay {job.stored_dtype}": not keeps_dtype,
-        "what the layers compute is unknown, so activations are not in these numbers": not plan.model.blocks,
-        "4-bit layers compute in float32 here; bf16 is usual": (
+        "the computation of the layers is unknown, so these numbers do not include activations": not plan.model.blocks,
+        "4-bit layers compute in float32 in this plan; bf16 is usual": (
             job.method == "qlora" and not device.is_cpu and job.precision == "fp32"
         ),
     }
@@ -300,11 +300,13 @@ def _attention_note(plan: Plan) -> str:
     job, device = plan.job, plan.cluster.device
     if device.is_cpu or not (found := _without_kernel(plan, job)):
         return ""
-    heads = f"{found[0].kv_heads} heads of keys and values for {found[0].heads} of queries"
-    note = f"on a {device.name} PyTorch has no fused attention in {job.compute_dtype} with {heads}: layers keep scores"
+    heads = f"{found[0].kv_heads} heads of keys and values for {found[0].heads} heads of queries"
+    note = (
+        f"on a {device.name} PyTorch has no fused attention in {job.compute_dtype} with {heads}, so layers keep scores"
+    )
     for precision in ("bf16", "fp16"):
         if not _without_kernel(plan, job.model_copy(update={"precision": precision})):
-            return f"{note}, which in {precision} (--precision {precision}) they do not"
+            return f"{note}; in {precision} (--precision {precision}) they do not"
     return note
 
 

@@ -38,8 +38,7 @@ class Family:
 
     Attributes:
         attention: `fused` is Phi-3's single projection; `latent` is DeepSeek-V3's narrow latents; `linear` is
-        Qwen3-Next's
-            gated delta rule in three of four layers and gated attention in the fourth.
+            Qwen3-Next's gated delta rule in three of four layers and gated attention in the fourth.
         bias: the field that states whether attention's projections have biases.
         has_bias: whether they have biases if the file does not state it.
         has_output_bias: whether this also applies to the projection of attention's output.
@@ -394,10 +393,10 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if quantized := values.get("quantization_config"):
         method = str(quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized)
         notes.append(
-            f"{where}: its files are in {method}, planned in --base-dtype unless a frozen base has --quantize {method}"
+            f"{where}: the files are in {method}; without --quantize {method}, they are planned in --base-dtype"
             if method in FORMS
-            else f"{where}: quantization_config ({method}) is left out: all weights are planned in --base-dtype; a "
-            "frozen base in four bits is --method qlora"
+            else f"{where}: quantization_config ({method}) is ignored, and all weights are planned in --base-dtype; "
+            "use --method qlora for a frozen base in 4 bits"
         )
     published_as = method if method in FORMS else ""
     if not isinstance(kind, str):
@@ -408,7 +407,9 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         tied = {} if kind in _OWN_HEAD else {n: v for n, v in values.items() if n == "tie_word_embeddings"}
         values, kind = {**nested, **tied}, nested["model_type"]
     if kind not in FAMILIES and is_known_to_transformers(kind):
-        notes.append(f"{where}: {kind} as Transformers builds it: parameters are exact, activations an estimate")
+        notes.append(
+            f"{where}: {kind} as Transformers builds it: parameters are exact, and activations are an estimate"
+        )
         shape = counted(values, where=where)
         if shape.encoder_decoder:
             notes.append(f"{where}: the encoder is planned with as many tokens as the decoder")
@@ -416,7 +417,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     fields, reader = Fields(values, where), FAMILIES.get(kind)
     if reader is None:
         _require_llama(values, kind, where)
-        notes.append(f"{where}: model_type {kind!r} is not known; planned as a Llama of the same sizes")
+        notes.append(f"{where}: model_type {kind!r} is unknown, so it is planned as a Llama of the same sizes")
         reader = FAMILIES["llama"]
     layers = fields.number("num_hidden_layers", "n_layer", default=1)
     if layers > MOST_LAYERS:
@@ -431,7 +432,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if kind in ESTIMATED:
         notes.append(f"{kind}: {ESTIMATED[kind]}")
     unknown = sorted({block.activation for block in blocks} - KEPT_BY_ACTIVATION.keys())
-    notes += [f"{where}: activation {name!r} is not known; planned as one that keeps its input" for name in unknown]
+    notes += [f"{where}: activation {name!r} is unknown; the plan assumes that it keeps its input" for name in unknown]
     return dataclasses.replace(shape, name=name or kind, published_as=published_as), notes
 
 

@@ -31,9 +31,8 @@ class Device:
         link: bytes per second between devices of a host, in one direction.
         network: bytes per second between hosts, per device, in one direction.
         efficiency: fraction of `flops` that the matrix products of training reach. Large products reach four fifths of
-        the
-            peak on an A100, and two thirds on an H100, whose clock slows down under load. The products of a step reach
-            a sixth less. Elementwise operations are counted separately.
+            the peak on an A100, and two thirds on an H100, because its clock slows down under load. The products of a
+            step reach a sixth less. Elementwise operations are counted separately.
         link_efficiency: fraction of `link`, `network` and `memory_bandwidth` that large transfers reach.
         framework: bytes that the runtime and the communication library use on the device.
         rack: number of devices that `link` connects across hosts, or 0 if it does not.

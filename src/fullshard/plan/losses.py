@@ -1,8 +1,8 @@
 """Memory for a language model's loss, per logit, at each stage of a step.
 
-    logits          the head's output in the compute dtype; cast to float32 for the loss, which frees that copy
-    afterwards log-softmax     float32, kept for backward backward        the gradients of log-softmax's output and of
-    its input, in float32, in addition to the kept tensors
+    logits          the head's output in the compute dtype; the loss casts it to float32 and frees that copy afterwards
+    log-softmax     float32, kept for backward
+    backward        the gradients of log-softmax's output and of its input, in float32, in addition to the kept tensors
 
 Transformers casts to float32 inside the loss, and shifts the labels instead of the logits. Forward needs at most b + 8
 bytes (b is the bytes of the compute dtype), and backward needs 12 (`loss/loss_utils.py`). The logits themselves are not
@@ -116,17 +116,17 @@ def loss_note(model: ModelShape, job: Job) -> str:
     if not model.vocab:
         return ""
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)
-    worst = f"{most / (job.tokens * model.vocab):.0f} bytes per logit, {format_nbytes(most)} at the worst"
+    worst = f"{most / (job.tokens * model.vocab):.0f} bytes per logit, {format_nbytes(most)} at the peak"
     if job.loss == "fused":
         return (
-            f"the loss is computed {job.chunk_tokens} tokens at a time, as use_chunked_loss does: "
-            f"{format_nbytes(most)} at the worst, and the head's product once more"
+            f"the loss is computed {job.chunk_tokens} tokens at a time, as with use_chunked_loss: "
+            f"{format_nbytes(most)} at the peak, and the head's product is computed again"
         )
     if job.loss == "kernel":
-        return f"the loss is one kernel on whole logits in {job.compute_dtype}, as flash-attn's and Liger's: {worst}"
+        return f"the loss is one kernel on all logits in {job.compute_dtype}, like flash-attn's and Liger's: {worst}"
     kept = "the loop keeps its outputs"
     if not job.keeps_outputs:
-        kept = "a loop that keeps outputs until backward is over, as Trainer does not, needs more (--keeps-outputs)"
+        kept = "a loop that keeps outputs until backward ends, unlike Trainer, needs more (--keeps-outputs)"
     return (
-        f"the loss is Transformers' own, which makes float32 of whole logits: {worst}; {kept}. --loss fused: in chunks"
+        f"the loss is Transformers' own, which casts all logits to float32: {worst}; {kept}. --loss fused uses chunks"
     )

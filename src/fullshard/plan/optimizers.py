@@ -14,16 +14,14 @@ class OptimizerRow:
     Attributes:
         moments: number of state tensors that are as large as the parameter and have the dtype of its main weight.
         passes: how often its step reads or writes a tensor of that size. A fused optimizer reads the weight, the
-        gradient
-            and the moments, and writes the weight and the moments. Otherwise each operation of torch's loop goes
-            through memory separately. AdamW in torch/optim/adamw.py has 2 passes for the decay, 3 for the first moment,
-            2 + 4 for the second moment, 2 for its root, 2 for scaling it, 2 for epsilon and 4 for the update. Momentum
-            takes 2 + 3, and its update 3.
+            gradient and the moments, and writes the weight and the moments. Otherwise each operation of torch's loop
+            goes through memory separately. AdamW in torch/optim/adamw.py has 2 passes for the decay, 3 for the first
+            moment, 2 + 4 for the second moment, 2 for its root, 2 for scaling it, 2 for epsilon and 4 for the update.
+            Momentum takes 2 + 3, and its update 3.
         has_temporaries: whether the loop briefly holds temporaries as large as the parameters.
         is_torchs: whether it is one of torch's own optimizers, which can step in backward.
         matrix: the costs of complete matrices for every rank, if the optimizer needs them; the other fields then apply
-        to
-            all other parameters.
+            to all other parameters.
         packed_nbytes: bytes of state per trained parameter that have a dtype of their own.
     """
 

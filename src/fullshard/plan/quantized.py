@@ -1,4 +1,4 @@
-"""Counts how much of a model is quantised, and reports when it is less than the user intended."""
+"""Count how much of a model is quantised, and report when it is less than the user intended."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class Conversion:
         text = f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in "
         if self.at_rest:
             what = "the others" if self.converted == 0 else f"{format_count(self.at_rest)} without such a layer"
-            text += f"16 or 32 bits; {what} are {self.form} at rest and in messages, and whole while in use"
+            text += f"16 or 32 bits; {what} are {self.form} at rest and in messages, and decoded for use"
             layers = f"; {format_count(self.converted)} are in bitsandbytes' layers" if self.converted else ""
             return text + layers
-        text += "16 or 32 bits, because bitsandbytes converts nn.Linear only, the head left out"
+        text += "16 or 32 bits, because bitsandbytes only converts nn.Linear, except the head"
         if self.stacked:
             text += f": {format_count(self.stacked)} are experts, stacked in 3-D parameters"
         return text
@@ -81,7 +81,7 @@ class Conversion:
             return ""
         return (
             f"{format_count(self.unadapted)} weights of experts have no adapter and are not trained: target_modules, "
-            "all-linear included, reaches nn.Linear only, and experts are stacked in 3-D parameters"
+            "including all-linear, only selects nn.Linear, and experts are stacked in 3-D parameters"
         )
 
     def require(self) -> None:

@@ -64,9 +64,9 @@ def _rest_table(plan: Plan) -> Table:
     rows = {
         "time": f"{time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f}, "
         f"copies {time.copies:.3f}, optimizer {time.optimizer:.3f}",
-        "all communication": f"{time.communication:.3f} s, most of it beside computing",
+        "all communication": f"{time.communication:.3f} s, most of it in parallel with computation",
         "speed": f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second / plan.cluster.count:,.0f} per "
-        f"device; MFU {time.mfu:.1%} ({time.mfu_unmasked:.1%} with attention counted whole, as in PaLM's appendix B)",
+        f"device; MFU {time.mfu:.1%} ({time.mfu_unmasked:.1%} with attention counted in full, as in PaLM's appendix B)",
         "each rank sends": f"{format_nbytes(traffic.gather_nbytes)} to unshard ({traffic.gathers} collectives), "
         f"{format_nbytes(traffic.reduce_nbytes)} to reduce ({traffic.reductions}), "
         f"{format_nbytes(traffic.replicate_nbytes)} between replicas{between}",
@@ -77,12 +77,12 @@ def _rest_table(plan: Plan) -> Table:
     if (rest := plan.at_rest) is not None:
         rows[f"{rest.form} at rest"] = (
             f"{format_nbytes(rest.nbytes)} per rank; the largest unit sends {format_nbytes(rest.message)}, takes "
-            f"{format_nbytes(rest.whole)} while it is whole and {format_nbytes(rest.peak)} while it is decoded; all "
-            f"are decoded in {rest.seconds:.3f} s"
+            f"{format_nbytes(rest.whole)} while it is unsharded and {format_nbytes(rest.peak)} while it is decoded; "
+            f"all are decoded in {rest.seconds:.3f} s"
         )
     if work is not None:
         rows["matrices"] = (
-            f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
+            f"{work.count} of {format_count(work.numel)} elements on {work.ranks} ranks: the busiest computes "
             f"{work.over_mean:.2f} of the mean; each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and "
             f"back, {format_nbytes(round(work.replicated_nbytes))} to replicas"
         )

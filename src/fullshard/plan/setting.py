@@ -24,12 +24,10 @@ class PlanSetting:
 
     Attributes:
         device: the device that the run uses. On a CPU, optimizers update one parameter after another, and a product in
-        half
-            precision briefly needs a float32 copy of its result.
+            half precision briefly needs a float32 copy of its result.
         on_host: what is offloaded to host memory, as in the layout.
         route: how the ranks of a shard group communicate. If they share memory, unsharded parameters are the main
-        weights,
-            or permanent copies of them in the compute dtype. Each rank counts its own part.
+            weights, or permanent copies of them in the compute dtype. Each rank counts its own part.
     """
 
     model: ModelShape

@@ -30,9 +30,9 @@ class ParameterShape:
         name: qualified name in the model; a tied parameter has its first name.
         exact: whether it consists of bytes that are never cast (quantised weights and their scales).
         statistics: dtype of running statistics (as of a batch norm) that are used in that dtype; None if there are
-        none. role: `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply;
-        `embedding`,
-            `head` or `other`.
+            none.
+        role: `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply;
+            `embedding`, `head` or `other`.
         form: name of the form (`core.forms`) whose codes are stored and sent; empty if it is stored as numbers.
         tiles: number of parts into which tensor parallelism has split it; `shape` is the shape of one part.
     """
@@ -73,8 +73,7 @@ class Adapters:
     Attributes:
         read: sum of the widths of all their inputs.
         read_once: the same sum, but inputs that several adapters share count once, and attention's output does not
-        count
-            because it is kept anyway.
+            count because it is kept anyway.
         ranks: sum of the ranks of all adapters.
         dropout: whether the adapters apply dropout to their inputs.
         written: sum of the widths of all tensors that they add to.

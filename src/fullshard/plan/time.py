@@ -15,16 +15,13 @@ later. The unit's `unshard ready` event (or the next reduction) waits for the co
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
-    offloading            bytes / 25 GB/s in each direction, in parallel with computation; the optimizer reads the
-    host's
+    offloading            bytes / 25 GB/s in each direction, in parallel with computation; the optimizer reads host
                           memory
-    latency of a ring     14 microseconds plus 3 for each of (S - 1) steps; an all-reduce takes twice that, or the way
-    up
+    latency of a ring     14 microseconds plus 3 for each of (S - 1) steps; an all-reduce takes twice that, or goes up
                           and down a tree
     host                  each operation (`plan/host`) and 0.4 ms per unit; the device waits if this takes longer
     loss                  the float32 logits are read or written six times. In chunks, the head's product is repeated,
-    and
-                          casts, sums and recomputed values are added (`plan/losses`)
+                          and casts, sums and recomputed values are added (`plan/losses`)
     optimizer             bytes read and written / memory bandwidth
 
 On a CPU nothing overlaps: the processor that computes also copies messages, so a collective takes its full time. Ranks

@@ -61,7 +61,9 @@ def test_a_script_that_takes_no_notice(tmp_path: Path) -> None:
         flags = ["--config_file", "none", "--cpu", "--num_processes", "1", "--step_in_backward"]
         command = [sys.executable, "-c", CLI, "launch", *flags, str(tmp_path / "script.py")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        assert ("step_in_backward had no effect: no optimizer was prepared for it" in done.stderr) == said, done.stderr
+        assert (
+            "step_in_backward had no effect: no optimizer was prepared to step in backward" in done.stderr
+        ) == said, done.stderr
 
 
 @pytest.mark.full

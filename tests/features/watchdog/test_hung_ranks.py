@@ -88,7 +88,7 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
     state = "was stopped (SIGSTOP)" if how == "stop" else "was running"
     assert "rank 1 of 2 (process " in output, output
     last = output[output.index("rank 1 of 2 (process ") :]
-    assert f"{state}, and did not come so far. It was here, the innermost call first:" in last
+    assert f"{state} and did not get that far. Its stack, with the innermost call first:" in last
     assert "in next_batch" in last
     assert len(last.splitlines()) < 12
 
@@ -98,7 +98,7 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
 def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: str) -> None:
     output, seconds = end_of(tmp_path, "kill", comm)
     assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
-    assert re.search(r"it did last: step 3 of this process, after unit '.*', after the last reshard", output)
+    assert re.search(r"its last action: step 3 of this process, after unit '.*', after the last reshard", output)
     assert re.search(r"the others noticed it here: .*rank 0, unit '.*', .*\(step 4 of this process\)", output), output
     assert seconds < 15  # five, on a machine with nothing else to do
 
@@ -108,8 +108,8 @@ def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: 
 def test_a_rank_that_has_ended_well_before_the_others_is_named(tmp_path: Path, comm: str) -> None:
     output, seconds = end_of(tmp_path, "leave", comm)
     assert re.search(r"rank 0 of 2 .* failed with exit code 1", output)
-    assert re.search(r"rank 1 of 2 \(process \d+ on .+\) had ended before, with exit code 0", output), output
-    assert output.splitlines()[-1].startswith("it did last: step 3 of this process, after unit ''")
+    assert re.search(r"rank 1 of 2 \(process \d+ on .+\) had already ended with exit code 0", output), output
+    assert output.splitlines()[-1].startswith("its last action: step 3 of this process, after unit ''")
     assert seconds < 15
 
 
@@ -176,7 +176,7 @@ def test_a_rank_whose_script_has_ended_well_was_not_waited_for(tmp_path: Path) -
         scene.look({0: process}, is_over=True)
         process.kill()
     assert scene.missing({process.pid: 0}, 1) == ""
-    assert "had ended before, with exit code 0" in scene.done_early({process.pid: 0}, 1)
+    assert "had already ended with exit code 0" in scene.done_early({process.pid: 0}, 1)
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ def hang_again_and_again(commands: Sequence[list[str]], cwd: Path, world_size: i
     output = lines_of_each(commands, cwd, 300 + 60 * len(HANGS), **variables)
     hosts = ["".join(line for _, line in lines) for lines in output]
     assert not any(word in text for text in hosts for word in ("SIGKILL", "out of memory")), "the launcher's own doing"
-    screens = [re.split(r"starting all processes again \(\d+ of \d+ restarts\)\n", text) for text in hosts]
+    screens = [re.split(r"restarting all processes \(\d+ of \d+ restarts\)\n", text) for text in hosts]
     assert {len(parts) for parts in screens} == {len(HANGS) + 1}, hosts[0][-5000:]
     errors = [
         moment for moment, line in output[0] if re.match(r".*fullshard\.core\.errors\.CommunicationError: rank", line)
@@ -86,7 +86,7 @@ def hang_again_and_again(commands: Sequence[list[str]], cwd: Path, world_size: i
             seen = "gives no sign of life" if how == "stop" else r"is running, at train.py:\d+ in come_to"
             assert re.search(rf"rank {victim} \(process \d+ on \S+\) {seen}", text), (case, text)
         state = r"was stopped \(SIGSTOP\)" if how == "stop" else "was running"
-        place = rf"rank {victim} of {world_size} \(process \d+ on \S+\) {state}, and did not come so far"
+        place = rf"rank {victim} of {world_size} \(process \d+ on \S+\) {state} and did not get that far"
         assert len(re.findall(place, own)) == 1, (case, own)
         stack = own[re.search(place, own).end() :]  # type: ignore[union-attr]
         assert 'train.py", line' in stack and "in come_to" in stack, (case, own)

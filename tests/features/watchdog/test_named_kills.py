@@ -84,14 +84,14 @@ def kill_again_and_again(commands: Sequence[list[str]], cwd: Path, kills: int, *
     output = lines_of_each(commands, cwd, 200 + 100 * kills, **variables)
     text = "".join(line for _, line in output[0])
     reports = [(moment, line) for moment, line in output[0] if "was ended by SIGKILL" in line]
-    lasts = [line for _, line in output[0] if line.startswith("it did last: ")]
+    lasts = [line for _, line in output[0] if line.startswith("its last action: ")]
     assert len(reports) == len(lasts) == kills, text[-5000:]
     world_size = 2 * len(commands)
     for number, ((_, report), last) in enumerate(zip(reports, lasts, strict=True)):
         phase, victim = PHASES[number % len(PHASES)], number // len(PHASES) % world_size
         assert re.search(rf"rank {victim} of {world_size} \(process \d+ on \S+\) was ended by SIGKILL", report), number
         step = "" if phase in ("start", "save") else "step [234] of this process, "
-        assert re.match(rf"it did last: .*{step}(after|waiting in) ({LAST[phase]})\n", last), (phase, last)
+        assert re.match(rf"its last action: .*{step}(after|waiting in) ({LAST[phase]})\n", last), (phase, last)
     kill_times = [float((cwd / f"kill{number}").read_text()) for number in range(kills)]
     return [moment - kill for (moment, _), kill in zip(reports, kill_times, strict=True)]
 
