@@ -317,7 +317,7 @@ def test_numbers_that_make_no_model(changes: dict[str, Any], what: str) -> None:
 def test_quantised_weights_of_a_file_are_said_to_be_planned_plain() -> None:
     quantized = {**MODELS["Llama-2-7B"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
     _, (note,) = from_config(quantized, where="config.json")
-    assert "quantization_config (gptq) is left out" in note
+    assert "quantization_config (gptq) is ignored" in note
 
 
 def test_an_unknown_dense_model_is_planned_as_a_llama_and_said_so(tmp_path: Path) -> None:
