@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, the file that holds them, and how memory is measured."""
+"""Define the metrics of one optimizer step, their file, and the measurement of memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fullshard.core.sizes import GIB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step of the whole job, the same on every rank.
+    """Hold the metrics of one optimizer step of the whole job. They are the same on every rank.
 
     Attributes:
         step: the optimizer step, counted from 1.
-        loss: mean over all target tokens of the global batch, nats per token.
-        learning_rate: of the step.
-        grad_norm: global 2-norm of the gradient before clipping; not finite where the step was skipped; None
-            where the optimizer steps in backward, which never has all of it.
-        step_seconds: wall time of the step on rank 0, the wait for data included.
-        tokens_per_second: all ranks together, over the steps since the last reported line.
-        data_wait_seconds: time the ranks waited for their batches, mean over ranks.
-        memory_nbytes: bytes per rank: resident set on a CPU, allocator peak on an accelerator.
-        checkpoint_seconds: how long training stood still for a checkpoint before this step.
-        skipped_steps: steps so far that changed nothing, because gradients were not finite.
+        loss: mean over all target tokens of the global batch, in nats per token.
+        learning_rate: the learning rate of this step.
+        grad_norm: global 2-norm of the gradient before clipping. It is not finite if the step was skipped, and None if
+            the optimizer steps in backward, because then the full gradient never exists at one time.
+        step_seconds: wall time of the step on rank 0, including the wait for data.
+        tokens_per_second: tokens of all ranks per second, over the steps since the last reported line.
+        data_wait_seconds: time that the ranks waited for their batches, mean over ranks.
+        memory_nbytes: bytes per rank: resident set size on a CPU, allocator peak on an accelerator.
+        checkpoint_seconds: how long a checkpoint blocked training before this step.
+        skipped_steps: number of steps so far that were skipped because gradients were not finite.
     """
 
     step: int
@@ -51,13 +51,16 @@ class StepMetrics:
     skipped_steps: int = 0
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars to plot, by a name that every tracker takes."""
+        """Return the scalars to plot, under names that every tracker accepts."""
         unplotted = ("step", "memory_nbytes")
         values = dataclasses.asdict(self) | {"memory_bytes": max(self.memory_nbytes)}
         return {name: value for name, value in values.items() if name not in unplotted and value is not None}
 
     def to_json(self) -> str:
-        """Return one line of JSON. Floats keep all their digits; "nan" and "inf", not numbers in JSON, become text."""
+        """Return the record as one line of JSON.
+
+        Floats keep all their digits. NaN and infinity, which JSON cannot represent as numbers, become strings.
+        """
         values = dataclasses.asdict(self)
         unfit = {name: str(v) for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         return json.dumps(values | unfit, allow_nan=False)
@@ -76,9 +79,10 @@ class StepMetrics:
 
 
 class JsonlSink:
-    """Write one line of JSON per step, each flushed as it is written, so that a killed run keeps its lines.
+    """Write one line of JSON per step.
 
-    Lines after `last_step`, from which the run goes on, are dropped first: so the file has each step once.
+    Each line is flushed when it is written, so a killed run keeps its lines. When a run resumes from `last_step`, the
+    lines after that step are removed first, so that the file has each step only once.
     """
 
     def __init__(self, path: Path, *, last_step: int = 0) -> None:
@@ -98,7 +102,10 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
-    """Yield the steps of a metrics file, if there is one. A last line that a killed run left unfinished is left out."""
+    """Yield the steps of a metrics file, if the file exists.
+
+    Skip an incomplete last line, which a killed run may leave.
+    """
     unfinished = ""
     for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
         try:
@@ -120,9 +127,10 @@ _RECORD = TypeAdapter(StepMetrics)
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Return the bytes this rank uses: the process's resident set on a CPU, the allocator's peak on an accelerator.
+    """Return the number of bytes that this rank uses.
 
-    0 if the device's allocator does not count.
+    This is the resident set size of the process on a CPU, and the peak of the allocator on an accelerator. Return 0 if
+    the allocator of the device does not count.
     """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0
@@ -134,6 +142,6 @@ def memory_nbytes(device: torch.device) -> int:
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Start the allocator's peak anew; a resident set has no peak to reset."""
+    """Reset the peak of the allocator. A CPU's resident set size has no peak to reset."""
     if device.type != "cpu" and counts_memory(device.type):
         torch.accelerator.reset_peak_memory_stats(device)

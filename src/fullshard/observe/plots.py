@@ -1,4 +1,4 @@
-"""Charts of a report, drawn by matplotlib without a display."""
+"""Draw the charts of a report with matplotlib, without a display."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_POINTS = 1000
 
 
 class Line(NamedTuple):
-    """One line of a chart: its points, and the number of its colour."""
+    """Hold one line of a chart: its points and its colour number."""
 
     label: str
     x: Sequence[float]
@@ -28,14 +28,20 @@ class Line(NamedTuple):
 
 
 def require_plots() -> None:
-    """Raise `MissingExtraError` if no picture can be drawn; to be asked before hours of training, not after."""
+    """Raise `MissingExtraError` if charts cannot be drawn.
+
+    Call this before training starts, not after hours of training.
+    """
     for package in ("matplotlib", "jinja2"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra="plots", purpose="drawing pictures of a run")
 
 
 def line_chart(unit: str, lines: Sequence[Line]) -> str:
-    """Return a chart of lines over steps as the value of a picture's `src`; of many points as means."""
+    """Return a line chart over steps as the value of an image's `src` attribute.
+
+    Many points are averaged in groups.
+    """
     matplotlib = importlib.import_module("matplotlib")
     buffer = io.BytesIO()
     with matplotlib.rc_context(_LOOK), warnings.catch_warnings():

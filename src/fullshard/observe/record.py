@@ -1,7 +1,8 @@
-"""Read runs' folders, for a report.
+"""Read the folders of runs for a report.
 
-A folder may hold anything: other programs write files of these names, and kills cut them off. So every file is read
-with limits (`core.files`) and checked, paths out of the folder are refused, and every fault is one `DataError`.
+A folder may hold anything: other programs write files with these names, and killed runs leave incomplete files.
+Therefore every file is read with limits (`core.files`) and validated, paths that lead out of the folder are refused,
+and every fault raises a `DataError`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Kind = TypeVar("Kind")
 
 
 class _Logged(BaseModel):
-    """A line of the history of Transformers' Trainer."""
+    """One entry in the log history of Transformers' Trainer."""
 
     step: int = 0
     loss: float | None = None
@@ -46,9 +47,10 @@ class _TrainerState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run: of `metrics.jsonl` or, of Trainer, what it has logged, and whatever else its folder holds.
+    """Hold one run: its metrics and the other files of its folder.
 
-    `name` is that of its folder, or its whole path where several runs have the same.
+    The metrics come from `metrics.jsonl` or from Trainer's log. `name` is the name of the folder, or its full path if
+    several runs have folders with the same name.
     """
 
     name: str
@@ -59,7 +61,10 @@ class RunRecord:
     events: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return steps and the values of one field at them; of one value per rank it is the largest."""
+        """Return the steps that have a field and the values of the field.
+
+        For a field with one value per rank, return the largest.
+        """
         found = []
         for step in self.steps:
             value = step.get(name)
@@ -70,7 +75,7 @@ class RunRecord:
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
-    """Return the runs in some folders, with names that differ."""
+    """Return the runs in some folders. Give each a distinct name."""
     runs = [_run(local_path(path)) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.directory)) for run in runs]
@@ -100,7 +105,7 @@ def _run(folder: Path) -> RunRecord:
 
 
 def _read(path: Path, folder: Path, read: Callable[[Path], Kind]) -> Kind:
-    """Return a file of a folder. `DataError` if its path leads out of the folder or it cannot be read."""
+    """Read a file of a folder. Raise `DataError` if its path leads out of the folder or it cannot be read."""
     try:
         if os.path.lexists(path) and not path.resolve().is_relative_to(folder.resolve()):
             raise OSError("it is a link that leads out of the run's folder")
@@ -110,7 +115,7 @@ def _read(path: Path, folder: Path, read: Callable[[Path], Kind]) -> Kind:
 
 
 def _json(path: Path, folder: Path, kind: type[Kind]) -> Kind | None:
-    """Return the contents of a JSON file; None where there is none, or an empty object."""
+    """Return the contents of a JSON file, or None if the file does not exist or holds an empty object."""
     try:
         found = _read(path, folder, lambda path: read_object(path, limit_nbytes=_MOST_NBYTES) if path.exists() else {})
         return TypeAdapter(kind).validate_python(found) if found else None
@@ -127,7 +132,10 @@ def _json(path: Path, folder: Path, kind: type[Kind]) -> Kind | None:
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps that Trainer has noted last. Of a file that a kill has cut off: the one before."""
+    """Return the steps in Trainer's newest state file.
+
+    If a kill left that file incomplete, return the steps of the file before it.
+    """
     inside = [path for path in folder.glob("checkpoint-*") if path.is_dir() and not path.is_symlink()]
     cut_off = None
     for place in (folder, *sorted(inside, key=_numbers, reverse=True)):

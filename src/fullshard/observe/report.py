@@ -1,6 +1,7 @@
-"""Write a report of one run or several: one HTML file that needs no network, for light and dark screens and for paper.
+"""Write a report of one or more runs as a single HTML file.
 
-The page is `report.html.j2`; this module fills it.
+The file needs no network and suits light screens, dark screens and paper. This module fills the template
+`report.html.j2`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ Rows = list[tuple[str, ...]]
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Write the report of runs in some folders, whole or not at all. In a run's folder it replaces a link."""
+    """Write the report of the runs in some folders atomically.
+
+    If `output` is in the folder of a run and is not a regular file, such as a link, it is replaced.
+    """
     require_plots()
     page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # names of files may be no text
     folder = output.parent.resolve()
@@ -47,7 +51,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Return the page."""
+    """Return the HTML page."""
     jinja = import_extra("jinja2", extra="plots", purpose="writing a report")
     pages = jinja.Environment(
         loader=jinja.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja.StrictUndefined
@@ -72,7 +76,7 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _state(run: RunRecord) -> str:
-    """Return how a run stands, in words."""
+    """Return a short description of the run's status."""
     kinds = [event["kind"] for event in run.events]
     last = run.steps[-1]["step"] if run.steps else 0
     begun = max((number for number, kind in enumerate(kinds) if kind == "start"), default=0)
@@ -102,7 +106,10 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
 
 
 def _of(run: RunRecord, name: str, of: Callable[[list[float]], float], form: str = "") -> str:
-    """Return a summary of a series, in words; without a `form` the values are bytes."""
+    """Return a summary of a series as text.
+
+    Without a `form` the values are bytes.
+    """
     values = run.series(name)[1]
     if not values:
         return ""
@@ -133,7 +140,7 @@ def _trouble(run: RunRecord) -> Rows:
 
 
 def _settings(runs: Sequence[RunRecord]) -> tuple[Rows, list[int], Rows]:
-    """Return settings that were given, which of those rows differ between runs, and settings by default."""
+    """Return the given settings, the indices of those rows that differ between runs, and the default settings."""
     given, differing, by_default = Rows(), list[int](), Rows()
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         found = [run.settings.get(name) for run in runs]
@@ -158,7 +165,10 @@ def _details(event: dict[str, Any]) -> str:
 
 
 def _value(value: object) -> str:
-    """Return a value of a file in words. Python refuses to write integers of thousands of digits."""
+    """Return a value of a file as text.
+
+    Python refuses to format integers with thousands of digits.
+    """
     if isinstance(value, int) and value.bit_length() > 1000:
         return "a huge number"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

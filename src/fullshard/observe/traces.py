@@ -1,4 +1,4 @@
-"""The engine's events as marks in whatever torch's profiler records."""
+"""Add the engine's events as marks to the traces of torch's profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from fullshard.engine.lookup import units_of
 
 @contextlib.contextmanager
 def marked(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Mark the events of sharded models in a profile: a short range `fullshard: unshard_issued layers.0` for each."""
+    """Mark the events of sharded models in a profile.
+
+    Each event becomes a short range, such as `fullshard: unshard_issued layers.0`.
+    """
     schedules = [units[-1].schedule for model in models if (units := units_of(model))]
     before = [schedule.event_sink for schedule in schedules]
     sinks = []

@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, sharded as the model is; averages of weights are here, too."""
+"""Provide sharded optimizers that need whole matrices, and averages of weights."""
 
 from fullshard.features.averages import EMA
 from fullshard.optim.muon import Muon

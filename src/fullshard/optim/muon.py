@@ -1,9 +1,10 @@
-"""Muon, sharded: each matrix is orthogonalized by one rank, and everything else stays where it is.
+"""Sharded Muon. One rank orthogonalizes each matrix, and all other work stays on the rank that holds the elements.
 
-    every rank     momentum, the direction, weight decay and the update: element by element, of its own interval
-    the owner      Newton-Schulz of the direction, which it gets in bfloat16, that being what the iteration runs in
+    every rank     computes momentum, direction, weight decay and update for its own interval, elementwise
+    the owner      runs Newton-Schulz on the direction, which it receives in bfloat16, the dtype of the iteration
 
-So the state is one tensor laid out as the parameter, and the numbers are those of `torch.optim.Muon` on whole tensors.
+The state is therefore one tensor with the layout of the parameter, and the results equal those of `torch.optim.Muon` on
+unsharded tensors.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ _SCALINGS = (None, "original", "match_rms_adamw")
 
 
 class Muon(MatricesWithAdamW):
-    """Muon for hidden matrices, AdamW for the rest. Arguments and numbers are those of `torch.optim.Muon`.
+    """Update hidden matrices with Muon and the other parameters with AdamW.
+
+    Arguments and results are the same as for `torch.optim.Muon`.
 
     Args:
-        params: a model, whose parameters are dealt out by `MatrixRule`; or parameters, or groups of them, as torch's
-            optimizers take them. A group with `algorithm="adamw"` is updated by AdamW, one with `flatten=True` has
-            convolutions; a parameter of three dims is a batch of matrices otherwise, of more it is flattened.
-        lr, weight_decay: of both, unless `adamw_lr` or `adamw_weight_decay` is given.
-        momentum, nesterov: of the direction, which looks ahead.
+        params: a model, whose parameters `MatrixRule` assigns; or parameters or parameter groups, in the form that
+            torch's optimizers take. AdamW updates a group with `algorithm="adamw"`. A group with `flatten=True` holds
+            convolutions. Without it, a parameter with three dims is a batch of matrices. A parameter with more dims is
+            flattened.
+        lr, weight_decay: used for both algorithms, unless `adamw_lr` or `adamw_weight_decay` is given.
+        momentum, nesterov: settings of the direction. `nesterov` makes it look ahead.
         ns_coefficients, eps, ns_steps: see `newton_schulz.orthogonalized`.
-        adjust_lr_fn: how the learning rate depends on a matrix's shape: `original` (also None) multiplies it by
-            sqrt(max(1, rows / columns)); `match_rms_adamw` by 0.2 sqrt(max(rows, columns)), with which a learning rate
-            found for AdamW can be kept.
+        adjust_lr_fn: how the learning rate depends on the shape of a matrix. `original` (also None) multiplies it by
+            sqrt(max(1, rows / columns)). `match_rms_adamw` multiplies it by 0.2 sqrt(max(rows, columns)), so that a
+            learning rate tuned for AdamW can be kept.
         adamw: see `AdamWOptions`.
 
     Attributes:
-        rule: what became of the model's parameters; None if it was not given one.
+        rule: how the parameters of the model are assigned, or None if `params` is not a model.
 
     Raises:
-        ConfigError: a value that cannot be.
-        OptimizerError: a vector in a group of Muon's.
+        ConfigError: a value is invalid.
+        OptimizerError: a group that Muon updates contains a vector.
     """
 
     name, algorithm = "Muon", "muon"
@@ -78,7 +82,7 @@ class Muon(MatricesWithAdamW):
             )
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Take the gradient into the momentum; what is to be orthogonalized."""
+        """Accumulate the gradient in the momentum and return the direction to orthogonalize."""
         state = self.state[parameter]
         if not state:
             state[_MOMENTUM] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
@@ -91,7 +95,7 @@ class Muon(MatricesWithAdamW):
         return orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def _apply(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
-        """Decay, and move by the update."""
+        """Apply weight decay and the update to the weights."""
         lr, weights = float(group["lr"]), local_of(parameter)
         _, rows, columns = matrix_shape(parameter.shape, flatten=group["flatten"])
         if group["adjust_lr_fn"] == "match_rms_adamw":

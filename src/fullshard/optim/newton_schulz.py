@@ -1,7 +1,8 @@
-"""Newton-Schulz iteration: the nearest orthogonal matrix, nearly, by matrix products alone.
+"""Compute an approximation of the nearest orthogonal matrix by Newton-Schulz iteration, with matrix products only.
 
-Published by Keller Jordan, https://kellerjordan.github.io/posts/muon/; the same products in the same order as
-`torch.optim.Muon`, so the same bits: where a product is symmetric a quarter of it is copied and not computed again.
+Published by Keller Jordan, https://kellerjordan.github.io/posts/muon/. The products and their order are the same as in
+`torch.optim.Muon`, so the results are bit-identical. For a symmetric product, a quarter of the result is copied instead
+of being computed twice.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def orthogonalized(
     steps: int = NEWTON_SCHULZ_STEPS,
     eps: float = EPS,
 ) -> torch.Tensor:
-    """Return U S' V^T in place of U S V^T, S' being between 0.5 and 1.5: shape (rows, columns), in bfloat16.
+    """Return U S' V^T for the matrix U S V^T, where the values of S' are between 0.5 and 1.5.
 
-    `eps` is the least that the matrix is divided by in the place of its norm.
+    The result has shape (rows, columns) and dtype bfloat16. The matrix is divided by its norm, or by `eps` if the norm
+    is smaller.
     """
     a, b, c = coefficients
     is_tall = matrix.size(0) > matrix.size(1)
@@ -41,7 +43,7 @@ def orthogonalized(
 def _symmetric(
     x: torch.Tensor, y: torch.Tensor, *, added: torch.Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
 ) -> torch.Tensor:
-    """Return `alpha` times x @ y and `beta` times `added`, which is known to be symmetric."""
+    """Return `alpha` * x @ y + `beta` * `added`, where the result is known to be symmetric."""
     rows = len(x)
     result = x.new_empty(rows, rows)
     added = result if added is None else added

@@ -1,11 +1,11 @@
-"""Run any optimizer on whole matrices of a sharded model: each matrix is updated by the one rank that owns it.
+"""Run any optimizer on the unsharded matrices of a sharded model. One rank owns and updates each matrix.
 
     every rank     sends its interval of the weights and of the gradient
-    the owner      makes the optimizer with one whole matrix, gives it its state, and has it step
-    every rank     gets its interval of the new weights
+    the owner      creates the optimizer with one unsharded matrix, gives it its state, and runs its step
+    every rank     receives its interval of the new weights
 
-So any class that updates one parameter from its weights, gradient and state runs as its authors wrote it, and gives the
-numbers of one process.
+Therefore any class that updates a parameter from its weights, gradient and state runs unmodified and gives the results
+of a single process.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ _REST = "rest"
 
 
 class OnOwners(MatricesWithAdamW):
-    """Hidden matrices by any optimizer, each on the rank that owns it; all other parameters by AdamW.
+    """Update hidden matrices with any optimizer, each on the rank that owns it, and all other parameters with AdamW.
 
         from pytorch_optimizer import SOAP
 
         optimizer = fullshard.optim.OnOwners(model, SOAP, lr=3e-3, precondition_frequency=10)
 
-    State is with the owner of a matrix. `save_checkpoint` and `Accelerator.save_state` save it, and any number of ranks
-    can load it. A convolution is given as a matrix with a row per output channel.
+    The owner of a matrix holds its state. `save_checkpoint` and `Accelerator.save_state` save this state, and any
+    number of ranks can load it. The optimizer gets a convolution as a matrix with one row per output channel.
 
-    With `whole_parameters=True` the class has every parameter, vectors and embeddings too, in its own shape, and AdamW
-    none: the numbers of one process for classes such as `torch.optim.Adafactor`.
+    With `whole_parameters=True` the class updates every parameter in its original shape, including vectors and
+    embeddings, and AdamW updates none. Classes such as `torch.optim.Adafactor` then give the results of a single
+    process.
 
     Args:
         params: see `MatricesWithAdamW`.
-        optimizer: a class that updates a parameter from its weights, its gradient and its state alone; its `step`
-            takes no closure.
+        optimizer: a class that updates a parameter only from its weights, its gradient and its state. Its `step` must
+            not need a closure.
         whole_parameters: see above.
-        options: what the class takes, in its own words, and `AdamWOptions`. A learning rate and a weight decay are also
-            AdamW's.
+        options: the options of the class and `AdamWOptions`. AdamW also uses a learning rate and a weight decay that
+            are given here.
 
     Raises:
-        ConfigError: a value that cannot be.
-        OptimizerError: a vector in a group of matrices.
+        ConfigError: a value is invalid.
+        OptimizerError: a group of matrices contains a vector.
     """
 
     keeps_matrices = True
@@ -72,19 +73,19 @@ class OnOwners(MatricesWithAdamW):
 
     @property
     def sent_as(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of messages and of the owner's work: float32, or float64 if any matrix is."""
+        """Return the dtype of the messages and of the owner's work: float64 if any matrix has it, otherwise float32."""
         is_double = any(parameter.dtype == torch.float64 for parameter in self._members())
         return torch.float64 if is_double else torch.float32
 
     def _made_with(self, weights: torch.Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
-        """Return the optimizer of one matrix, with the present values of its group."""
+        """Return the optimizer of one matrix, with the current values of its group."""
         made = self._class([nn.Parameter(weights)], **self._options)
         own = made.param_groups[0]
         own.update({key: value for key, value in group.items() if key in made.defaults and key in own})
         return made
 
     def _check(self, group: dict[str, Any], where: str) -> None:
-        """Have the class itself look at the values, in its own words."""
+        """Let the class itself validate the values, so that its own error messages apply."""
         options = {key: group[key] for key in self._options.keys() & group.keys()}
         self._class([nn.Parameter(torch.empty(1, 1))], **{**self._options, **options})
 
@@ -121,7 +122,10 @@ class OnOwners(MatricesWithAdamW):
         local_of(parameter).detach().copy_(update)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but for owners' state, which torch would cast as the parameter, and text into letters."""
+        """Load the state like torch, but keep owners' state unchanged.
+
+        torch would cast this state to the dtype of the parameter and split strings into characters.
+        """
         super().load_state_dict(state_dict)
         saved, held = (
             itertools.chain.from_iterable(group["params"] for group in groups)
@@ -137,7 +141,7 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return nested state with names in place of its tensors, which go into `tensors` by their names."""
+    """Return nested state with names in place of its tensors, which are stored under these names in `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors[path.removesuffix("/")] = value
         return {"tensor": path.removesuffix("/")}
@@ -149,7 +153,7 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def _with_tensors(value: Any, tensor: Any) -> Any:
-    """Return nested state again; `tensor` gives a tensor by its name."""
+    """Return nested state with tensors in place of their names. `tensor` returns the tensor for a name."""
     if isinstance(value, dict):
         if value.keys() == {"tensor"}:
             return tensor(value["tensor"])

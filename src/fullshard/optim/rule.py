@@ -1,4 +1,4 @@
-"""The rule by which Muon, or another optimizer, updates a model's matrices, and AdamW its other parameters."""
+"""Define which parameters of a model a matrix optimizer such as Muon updates, and which AdamW updates."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 @dataclass(slots=True)
 class MatrixRule:
-    """The trainable parameters of a model by who updates them, names and all. `str()` says it in a line.
+    """Group the trainable parameters of a model, with their names, by the optimizer that updates them.
 
-    Hidden matrices are the optimizer's, convolutions, expert weights and LoRA's factors among them; embeddings, the
-    output head, and whatever is a vector (norms, biases) are AdamW's, as Keller Jordan published it for Muon.
+    `str()` summarizes the rule in one line. The matrix optimizer updates hidden matrices, including convolutions,
+    expert weights and LoRA factors. AdamW updates embeddings, the output head and vectors (norms, biases). This is the
+    assignment that Keller Jordan published for Muon.
 
     Attributes:
-        optimizer: the name of the one that updates matrices.
-        matrices: matrices, and batches of them.
-        convolutions: each is one matrix, a row per output channel.
-        embeddings, heads, vectors: for AdamW.
+        optimizer: the name of the optimizer that updates the matrices.
+        matrices: matrices and batches of matrices.
+        convolutions: convolutions, each treated as one matrix with one row per output channel.
+        embeddings, heads, vectors: the parameters that AdamW updates.
     """
 
     optimizer: str = "Muon"
@@ -43,7 +44,10 @@ class MatrixRule:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str = "Muon") -> MatrixRule:
-        """Return the rule of a model, sharded or not; a tied parameter comes once, and an embedding's stays one."""
+        """Return the rule for a model, sharded or not.
+
+        A tied parameter appears once. It counts as an embedding if one of its uses is an embedding.
+        """
         rule = cls(optimizer)
         embedded: dict[int, bool] = {}
         for module in embeddings_of(model):
@@ -75,7 +79,7 @@ class MatrixRule:
         return self.convolutions if is_convolution else self.matrices
 
     def groups(self, *, decays_vectors: bool = True) -> list[dict[str, Any]]:
-        """Return parameter groups for the optimizer; vectors get a weight decay of 0 if they are not to decay."""
+        """Return parameter groups for the optimizer. If `decays_vectors` is false, vectors get a weight decay of 0."""
         others = {**self.embeddings, **self.heads}
         algorithm = self.optimizer.lower()
         groups: list[dict[str, Any]] = [

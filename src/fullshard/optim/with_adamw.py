@@ -1,6 +1,7 @@
-"""The common part of optimizers of hidden matrices: AdamW for the other parameters, and an owner for each whole matrix.
+"""Provide the base class for optimizers of hidden matrices.
 
-Theirs is what is given of a parameter, what the owner makes of a matrix, and what becomes of the weights.
+It runs AdamW for the other parameters and assigns an owner to each unsharded matrix. A subclass defines which values of
+a parameter the owner gets, what the owner computes for a matrix, and how the weights are updated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class AdamWOptions(TypedDict, total=False):
-    """The options by which AdamW updates the rest. Default: the rates of the matrices, and torch's betas and eps."""
+    """Options for AdamW, which updates the remaining parameters.
+
+    By default AdamW uses the learning rate and weight decay of the matrices, and torch's betas and eps.
+    """
 
     adamw_lr: float | None
     adamw_weight_decay: float | None
@@ -35,25 +39,26 @@ class AdamWOptions(TypedDict, total=False):
 
 
 class MatricesWithAdamW(MatrixOptimizer):
-    """Hidden matrices by the subclass, all else by AdamW.
+    """Update hidden matrices with the subclass's algorithm and all other parameters with AdamW.
 
     Args:
-        params: a model, whose parameters are dealt out by `MatrixRule`; or parameters, or groups of them, as torch's
-            optimizers take them. A group with `algorithm="adamw"` is updated by AdamW, one with `flatten=True` has
-            convolutions; a parameter of three dims is a batch of matrices otherwise, of more it is flattened.
-        defaults: of groups of matrices.
+        params: a model, whose parameters `MatrixRule` assigns; or parameters or parameter groups, in the form that
+            torch's optimizers take. AdamW updates a group with `algorithm="adamw"`. A group with `flatten=True` holds
+            convolutions. Without it, a parameter with three dims is a batch of matrices. A parameter with more dims is
+            flattened.
+        defaults: default options for groups of matrices.
         adamw: see `AdamWOptions`.
 
     Attributes:
-        rule: what became of the model's parameters; None if it was not given one.
-        algorithm: what updates matrices, as their groups have it.
+        rule: how the parameters of the model are assigned, or None if `params` is not a model.
+        algorithm: the name of the matrix algorithm, as it appears in parameter groups.
         sent_as: the dtype in which matrices are sent to owners and back.
-        width: how many values owners get for each element.
-        least_dims: of a parameter that is not AdamW's.
+        width: how many values the owner gets for each element.
+        least_dims: the minimum number of dims of a parameter that AdamW does not update.
 
     Raises:
-        ConfigError: a value that cannot be.
-        OptimizerError: a vector in a group of matrices.
+        ConfigError: a value is invalid.
+        OptimizerError: a group of matrices contains a vector.
     """
 
     algorithm: str
@@ -80,25 +85,28 @@ class MatricesWithAdamW(MatrixOptimizer):
     # -- a subclass's own -----------------------------------------------------------------------------------------
 
     def _check(self, group: dict[str, Any], where: str) -> None:
-        """Raise `ConfigError` for a value of a group of matrices that cannot be."""
+        """Raise `ConfigError` if an option of a group of matrices is invalid."""
         raise NotImplementedError
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return what the owner is to get of this rank's elements; of a whole parameter in its shape."""
+        """Return the values that the owner gets for this rank's elements.
+
+        For an unsharded parameter they have the shape of the parameter.
+        """
         raise NotImplementedError
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return what the owner makes of matrix `number` of a parameter."""
+        """Return the result that the owner computes for matrix `number` of a parameter."""
         raise NotImplementedError
 
     def _apply(self, parameter: torch.Tensor, made: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update this rank's elements of the weights with its part of what owners have made."""
+        """Update this rank's elements of the weights with its part of the owners' results."""
         raise NotImplementedError
 
     # -- groups and steps -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as torch does; see `algorithm` and `flatten` above."""
+        """Add a parameter group as torch does. See `algorithm` and `flatten` above."""
         if param_group.get("algorithm") == "adamw":
             param_group = {**self._adamw_defaults, **param_group}
         super().add_param_group(param_group)
@@ -110,7 +118,7 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; a collective where any is sharded."""
+        """Update every parameter that has a gradient. This is a collective if any parameter is sharded."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,7 +141,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         return loss
 
     def _made_of_all(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return what is made of all matrices of a whole parameter."""
+        """Return the combined results for all matrices of an unsharded parameter."""
         given = self._given(parameter, group)
         shape = *matrix_shape(parameter.shape, flatten=group["flatten"]), *given.shape[parameter.dim() :]
         matrices = given.reshape(shape) if given.numel() else ()
@@ -142,7 +150,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         return torch.cat(made).view(parameter.shape) if made else parameter
 
     def _step_adamw(self) -> None:
-        """Run AdamW's own step on its groups, with this optimizer's state."""
+        """Run AdamW's own step on its groups, with the state of this optimizer."""
         groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         if not groups:
             return
@@ -188,7 +196,7 @@ class MatricesWithAdamW(MatrixOptimizer):
 
 
 def _adamw(options: dict[str, Any]) -> optim.AdamW:
-    """Return torch's AdamW of one empty parameter."""
+    """Return torch's AdamW for one empty parameter."""
     return optim.AdamW([nn.Parameter(torch.empty(0))], **options)
 
 

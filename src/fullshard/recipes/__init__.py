@@ -1,1 +1,1 @@
-"""Complete training jobs as plain functions over the engine. Read `train.py` from `train` downwards."""
+"""Complete training jobs as plain functions over the engine. Start reading at `train` in `train.py`."""

@@ -1,4 +1,7 @@
-"""The settings of a training run, each defined once: the command line and the workers read the same fields."""
+"""Define each setting of a training run once.
+
+The command line and the workers read the same fields.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ class TrainArguments(View):
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """Return the option of a field."""
+        """Return the command-line option of a field."""
         return "--" + name.replace("_", "-")
 
     @field_validator("model", "data", "output_dir", mode="before")
@@ -121,7 +124,7 @@ class TrainArguments(View):
         return value
 
     def check(self) -> None:
-        """Raise `ConfigError` if the fields do not go together."""
+        """Raise `ConfigError` if the values of the fields are incompatible."""
         if self.warmup_steps is not None and self.warmup_steps > self.steps:
             raise ConfigError(f"--warmup-steps {self.warmup_steps} is more than --steps {self.steps}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
@@ -138,15 +141,15 @@ class TrainArguments(View):
 
     @property
     def warmup(self) -> int:
-        """Steps of linear warm-up."""
+        """Return the number of linear warm-up steps."""
         return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
 
     @property
     def trackers(self) -> list[str]:
-        """Names of the trackers, each once."""
+        """Return the names of the trackers without duplicates."""
         return list(dict.fromkeys(values.names(self.log_with or "")))
 
     @property
     def checkpoints(self) -> Location:
-        """The directory of the checkpoints."""
+        """Return the directory of the checkpoints."""
         return self.output_dir / "checkpoints" if self.checkpoint_dir is None else location(self.checkpoint_dir)

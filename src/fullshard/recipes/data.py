@@ -1,7 +1,8 @@
-"""The data of a run: documents -> tokens on disk -> sequences of equal length -> the batch of every step.
+"""Prepare the data of a run: documents -> tokens on disk -> sequences of equal length -> the batch of every step.
 
-Documents are joined with the end-of-text token after each and cut into sequences; one may hold the end of a document
-and the beginning of the next. A step's sequences follow from the seed and the step alone, at any number of ranks.
+The documents are concatenated, each followed by the end-of-text token, and cut into sequences. A sequence may hold the
+end of one document and the beginning of the next. The sequences of a step depend only on the seed and the step, not on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def corpus_files(data: str | None) -> list[Path]:
-    """Return the files of a directory, or one file; None is the standard library of this Python; none of a hub dataset.
+    """Return the data files: one file, the files of a directory, or an empty list for a hub dataset.
 
-    Their order is shuffled but always the same, so that the end, which is held out, is like the beginning.
+    If `data` is None, return the standard library of this Python. The files are shuffled in a fixed order, so that the
+    held-out end of the data is similar to its beginning.
     """
     root = Path(data or sysconfig.get_paths()["stdlib"])
     if root.is_file() or not root.exists():
@@ -68,7 +70,8 @@ def corpus_files(data: str | None) -> list[Path]:
 def read_documents(files: Sequence[Path], data: str | None, text_field: str, max_nbytes: int | None) -> Iterator[str]:
     """Yield the documents of files, or of the hub dataset `owner/name:configuration` that `data` names.
 
-    A file of text is one document, and so is a row of JSONL or Parquet; `max_nbytes` bytes of UTF-8 are read at most.
+    A text file is one document. Each row of a JSONL or Parquet file is also one document. At most `max_nbytes` bytes of
+    UTF-8 are read.
     """
     left = max_nbytes or (_DEFAULT_MAX_NBYTES if data is None else sys.maxsize)
     found = (text for file in files for text in _texts(file, text_field, "strict" if data else "replace"))
@@ -91,7 +94,10 @@ def _texts(path: Path, text_field: str, errors: str) -> Iterator[str]:
 
 
 def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
-    """Yield the texts of a hub dataset, or of a file of that kind; streamed, so that a cap reads no more."""
+    """Yield the texts of a hub dataset, or of a file in one of its formats.
+
+    The rows are streamed, so that a limit on the bytes also limits the download.
+    """
     where, number = str(file or f"the hub dataset {name}"), 0
     datasets = import_extra("datasets", extra="hf", purpose=f"reading {where}")
     repository, _, configuration = name.partition(":")
@@ -113,7 +119,10 @@ def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """Return a tokenizer from a directory or the hub; it must have an end-of-text token to put between documents."""
+    """Return a tokenizer from a directory or the hub.
+
+    It must have an end-of-text token, which separates documents.
+    """
     try:
         tokenizer = transformers().AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
@@ -124,7 +133,10 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer: it encodes every text without loss. The same documents give the same one."""
+    """Train a byte-level BPE tokenizer, which encodes every text without loss.
+
+    The same documents always give the same tokenizer.
+    """
     library = transformers()  # says which extra has both
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -143,7 +155,7 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
 
 
 def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, int]:
-    """Write the tokens of documents, four bytes each; return how many there are, and their checksum."""
+    """Write the tokens of the documents, four bytes each, and return their number and checksum."""
     checksum = count = number = 0
     written = filter(None, documents)
     with path.open("wb") as file:
@@ -159,7 +171,10 @@ def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, 
 
 
 class PackedSequences:
-    """The sequences of a row of tokens. Sequence i is tokens [i*L, (i+1)*L], the targets one token later."""
+    """Split an array of tokens into sequences.
+
+    Sequence i has the tokens [i*L, (i+1)*L). Its targets are shifted by one token.
+    """
 
     def __init__(self, tokens: npt.NDArray[Any], seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len
@@ -175,10 +190,11 @@ class PackedSequences:
 
 
 def batch_of(step: int, count: int, *, batch_size: int, seed: int) -> Indices:
-    """Return the sequences, of `count`, that step `step` (counted from 0) takes over all ranks, in order.
+    """Return the indices of the sequences in a step's global batch, in order.
 
-    Epoch e visits all sequences in an order that (seed, e) fixes. Step i takes places [i*B, (i+1)*B) of the epochs laid
-    end to end, so a part of an epoch too small for a batch flows into the next epoch and nothing is left out.
+    `step` counts from 0 and `count` is the number of sequences. A seed and an epoch number determine the order of all
+    sequences in that epoch. The epochs are concatenated, and step i takes positions [i*B, (i+1)*B). If the end of an
+    epoch is too small for a batch, the batch continues in the next epoch, so that no sequence is left out.
     """
     epochs, places = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), count)
     return np.concatenate([_order(count, seed, epoch)[places[epochs == epoch]] for epoch in np.unique(epochs).tolist()])
@@ -192,10 +208,10 @@ def _order(count: int, seed: int, epoch: int) -> Indices:
 def micro_batches(
     sequences: PackedSequences, indices: Indices, *, rank: int, world_size: int, micro_batch_size: int | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return this rank's part of a batch, as equally many micro-batches of equal shape on every rank.
+    """Return this rank's part of a batch as micro-batches.
 
-    Where the batch does not divide evenly, rows without targets (labels `IGNORED`) fill the difference: every rank then
-    makes the same collectives, and the filling has weight 0 in the loss.
+    Their number and shape are the same on every rank. If the batch does not divide evenly, rows without targets (labels
+    `IGNORED`) fill the gap. Every rank then runs the same collectives, and these rows have weight 0 in the loss.
     """
     most = math.ceil(len(indices) / world_size)
     size = min(micro_batch_size or most, most)
@@ -207,7 +223,10 @@ def micro_batches(
 
 
 class TrainingData(NamedTuple):
-    """The data that a run trains on; equal checksums mean equal sequences. `held_out` may be empty."""
+    """Hold the data that a run trains on.
+
+    Equal checksums mean equal sequences. `held_out` may be empty.
+    """
 
     tokenizer: Any
     train: PackedSequences
@@ -216,9 +235,10 @@ class TrainingData(NamedTuple):
 
 
 def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[int], None]) -> TrainingData:
-    """Prepare tokenizer and sequences of the run. All ranks call this; rank 0 writes `data-*/` in the output directory.
+    """Prepare the tokenizer and the sequences of the run.
 
-    `check` is called on rank 0 with the checksum of the tokens.
+    All ranks call this function, and rank 0 writes `data-*/` in the output directory. `check` is called on rank 0 with
+    the checksum of the tokens.
     """
     directory, source, made = run_on_main(accelerator.process.environment, lambda: _make_data(arguments, check))
     tokenizer, count, seq_len = load_tokenizer(source or directory / "tokenizer"), made["count"], arguments.seq_len
@@ -241,7 +261,10 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
 
 
 def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[Path, str | None, dict[str, Any]]:
-    """Make tokens, and a tokenizer unless the model has one; reuse what an earlier run made from the same data."""
+    """Make the tokens, and also a tokenizer unless the model has one.
+
+    Reuse the output of an earlier run with the same data.
+    """
     most, vocab_size = arguments.max_data_mb, arguments.vocab_size
     files, source = corpus_files(arguments.data), _own_tokenizer(arguments.model)
     what = (arguments.data, arguments.text_field, None if most is None else int(most * 1e6))
@@ -266,7 +289,10 @@ def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple
 
 
 def _own_tokenizer(model: str | None) -> str | None:
-    """Return the model where it brings a tokenizer: a hub name, or a directory with one."""
+    """Return the model's name or directory if it includes a tokenizer, otherwise None.
+
+    `model` is a hub name or a directory.
+    """
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     path = Path(model or "")
     is_bare = path.is_file() or (path.is_dir() and not any((path / name).is_file() for name in names))

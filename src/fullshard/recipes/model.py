@@ -1,4 +1,4 @@
-"""The model that is trained: a small Llama, or whatever a configuration or checkpoint of Hugging Face describes."""
+"""Build the model to train: a small Llama, or a model from a Hugging Face configuration or checkpoint."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _SMALL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
 
 
 def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:
-    """Return the model in fp32, the same on every rank, and its weights' source, which is read when it is sharded.
+    """Return the model in fp32, identical on every rank, and the source of its weights, which sharding reads.
 
-    `source` is a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default.
-    Random weights follow from `seed`. `ConfigError` where the tokenizer or `seq_len` does not fit the model.
+    `source` is a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default
+    model. Random weights depend only on `seed`. Raise `ConfigError` if the tokenizer or `seq_len` does not fit the
+    model.
     """
     library, name = transformers(), "the default model" if source is None else repr(source)
     ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may be left out
@@ -52,7 +53,7 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
 
 
 def read_config(source: str) -> Any:
-    """Return the configuration that a file, a directory or a hub name holds."""
+    """Return the configuration from a file, a directory or a hub name."""
     hint = "--model takes a config.json, a Hugging Face directory or a hub name"
     with own_errors(f"cannot read the configuration of a model from {source!r}", hint):
         config = transformers().AutoConfig.from_pretrained(source)
@@ -62,13 +63,13 @@ def read_config(source: str) -> Any:
 
 
 def transformers() -> Any:
-    """Return the library, if it is installed."""
+    """Return the `transformers` module, or raise an error if it is not installed."""
     return import_extra("transformers", extra="hf", purpose="training a language model")
 
 
 @contextlib.contextmanager
 def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
-    """Turn any error that Transformers raises on faulty files of a user into one line."""
+    """Convert any error that Transformers raises for a user's faulty files to a one-line error."""
     try:
         yield
     except FullshardError:
@@ -78,7 +79,10 @@ def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
 
 
 def muon(model: nn.Module, say: Callable[[str], None], **options: Any) -> Muon:
-    """Return Muon for a model; say in a line what it updates. Norms and biases are not decayed."""
+    """Return Muon for a model, without weight decay for norms and biases.
+
+    Call `say` with one line about what Muon updates.
+    """
     rule = MatrixRule.of(model)
     say(f"optimizer: {rule}")
     # scaled so that a learning rate of AdamW fits

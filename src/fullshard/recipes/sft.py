@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: all weights, LoRA or LoRA on a quantised model, by TRL's SFTTrainer on fullshard's engine.
+"""Run supervised fine-tuning of all weights or of LoRA adapters, with TRL's SFTTrainer on fullshard's engine.
 
 fullshard sft --model_name_or_path DIR --dataset_name DIR --output_dir OUT ...
 fullshard launch --config_file FILE -m fullshard.recipes.sft --model_name_or_path ...
@@ -48,7 +48,10 @@ _FORMATS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def run(arguments: SFTArguments) -> Any:
-    """Train, save, then push if asked; returns the trainer."""
+    """Train the model, save it, and push it to the hub if requested.
+
+    Returns the trainer.
+    """
     environment, training = read_rank_environment(), arguments.training
     output, is_pushed = Path(training.output_dir), bool(training.push_to_hub)
     with contextlib.ExitStack() as held:
@@ -81,7 +84,7 @@ def run(arguments: SFTArguments) -> Any:
 
 
 class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
-    """Profile the third to the fifth step of this process: the first two are slow."""
+    """Profile steps 3 to 5 of this process. Skip the first two because they are slow."""
 
     def __init__(self, accelerator: Any, directory: Path) -> None:
         self._step, self._profile = 0, contextlib.ExitStack()
@@ -138,7 +141,10 @@ def make_trainer(arguments: SFTArguments) -> Any:
 
 
 def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a function that gives the maker of the optimizer, called once there are adapters, and its options."""
+    """Return a factory for the Muon optimizer and its options.
+
+    The factory is called once the adapters exist.
+    """
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
         return muon(model, say, **options)
@@ -149,7 +155,7 @@ def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
-    """Return the model's tokenizer, with the chat format's tokens; and whether it has more of them than before."""
+    """Return the model's tokenizer with the tokens of the chat format, and whether this added tokens."""
     name = arguments.model.model_name_or_path
     hint = "--model_name_or_path takes a Hugging Face directory or a hub name"
     with own_errors(f"cannot read the tokenizer of {name!r}", hint=hint):
@@ -167,7 +173,7 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
 
 
 def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
-    """Return the columns to train on and those to evaluate on (None if there are none)."""
+    """Return the training columns and the evaluation columns (or None if there is no evaluation data)."""
     script, training, path = arguments.script, arguments.training, Path(arguments.script.dataset_name)
     files = {"data_files": str(path)} if path.is_file() else {}
     try:
@@ -192,7 +198,10 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
 
 
 def _checked(rows: Any, where: str, text: str) -> Any:
-    """Return the columns to train on. TRL fails at a row that holds nothing, and does not say which."""
+    """Return the columns to train on, after checking every row.
+
+    TRL fails on an empty row without naming it.
+    """
     held = rows.column_names
     names = [name for name in ("messages", "prompt", "completion") if name in held] or [text]
     if text != "text" and text not in names:
@@ -216,10 +225,10 @@ def _checked(rows: Any, where: str, text: str) -> Any:
 
 
 def _where_to_begin(training: Any) -> Any:
-    """Return the checkpoint that Trainer is to resume from. Called on rank 0.
+    """Return the checkpoint that Trainer must resume from. Called on rank 0.
 
-    After a restart it is the newest checkpoint, whatever was asked for: it is this run's, because a run that may be
-    started again does not begin beside newer ones of another.
+    After a restart this is the newest checkpoint, regardless of the arguments. That checkpoint belongs to this run,
+    because a restartable run refuses to start if the output directory holds newer checkpoints of another run.
     """
     output, text = Path(training.output_dir), str(training.resume_from_checkpoint).lower()
     asked = None if text in ("none", "false", "no", "") else text in ("true", "yes") or training.resume_from_checkpoint
@@ -236,13 +245,13 @@ def _where_to_begin(training: Any) -> Any:
 
 
 def say(message: str) -> None:
-    """Print one line for the user, on the main rank."""
+    """Print one line for the user, on the main rank only."""
     if read_rank_environment().is_main:
         sys.stderr.write(f"fullshard: {message}\n")
 
 
 def main(words: list[str] | None = None) -> None:
-    """Take part in a run, as one rank of it."""
+    """Run one rank of the job."""
     run_worker(lambda: run(read_arguments(sys.argv[1:] if words is None else words, say)))
 
 

@@ -1,4 +1,7 @@
-"""The flags of `fullshard sft`: TRL's own, read by TRL's parser, a few more, and other names for some of them."""
+"""Define the flags of `fullshard sft`.
+
+These are TRL's own flags, which TRL's parser reads, a few additional flags, and aliases for some of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _flag(default: Any, text: str, *choices: str) -> Any:
 
 @dataclass
 class OwnArguments:
-    """The flags that TRL does not have."""
+    """Define the flags that TRL does not have."""
 
     chat_template_format: str = _flag("none", "How chats are rendered.", "none", "chatml", "zephyr")
     splits: list[str] | None = _flag(None, "Splits to train and to evaluate on: train,test.")  # noqa: RUF009 -- a field
@@ -56,7 +59,7 @@ NO_EFFECT = {
 
 
 class SFTArguments(NamedTuple):
-    """Everything a run is told: TRL's three groups, and ours."""
+    """Hold all arguments of a run: TRL's three groups and fullshard's own."""
 
     script: Any
     own: OwnArguments
@@ -65,9 +68,9 @@ class SFTArguments(NamedTuple):
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
-    """Return the arguments on a command line, or in a YAML or JSON file that is its only word.
+    """Return the arguments from a command line, or from a YAML or JSON file if its path is the only argument.
 
-    `say` is told in one line what became of a flag that has no effect.
+    Call `say` with a one-line explanation for each flag that has no effect.
     """
     parser = make_parser()
     if len(words) == 1 and not words[0].startswith("-"):
@@ -126,7 +129,10 @@ def _check(arguments: SFTArguments) -> None:
 
 
 def _in_file(path: Path, parser: Any) -> list[str]:
-    """Return what a file says as words. A null is as if its key were not there."""
+    """Return the contents of a file as command-line arguments.
+
+    Ignore keys with a null value, except `max_length`, where null means no limit.
+    """
     from fullshard.config.document import read_document
 
     words: list[str] = []
@@ -141,7 +147,7 @@ def _in_file(path: Path, parser: Any) -> list[str]:
 
 
 def make_parser() -> Any:
-    """Return TRL's parser of its arguments and ours."""
+    """Return TRL's parser for TRL's arguments and fullshard's own."""
     try:
         import trl
 

@@ -1,7 +1,7 @@
-"""`fullshard train`: data, model, sharding, steps, and what the run leaves behind. Read it from `train` downwards.
+"""Implement `fullshard train`: data, model, sharding, training steps and output files.
 
-It is a script over `fullshard.api` and `fullshard.checkpoint`, to copy from. Each process of a launched run executes
-`python -m fullshard.recipes.train SETTINGS`, with the settings as JSON.
+Start reading at `train`. This script uses only `fullshard.api` and `fullshard.checkpoint`, so that you can copy from
+it. Each process of a launched run executes `python -m fullshard.recipes.train SETTINGS`, where SETTINGS is JSON.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Values = tuple[float, float | None, float, float]
 
 
 def train(arguments: TrainArguments) -> None:
-    """Run the whole job on this rank. Every rank of the job calls it with the same arguments."""
+    """Run the whole job on this rank. Every rank of the job calls this function with the same arguments."""
     joined_before, arguments = dist.is_initialized(), for_any_size(arguments)
     with contextlib.ExitStack() as held:
         accelerator = RunAccelerator(arguments)
@@ -107,7 +107,7 @@ def train(arguments: TrainArguments) -> None:
 
 
 class RunAccelerator(Accelerator):
-    """The Accelerator of a run, which says what it has to say where the run says the rest."""
+    """The Accelerator of a run. Its messages go to the output of the run."""
 
     _accumulates = False
     _micro_batches_per_step = 1
@@ -127,7 +127,7 @@ class RunAccelerator(Accelerator):
         )
 
     def say(self, message: str) -> None:
-        """Print a line, on the main rank."""
+        """Print a line on the main rank."""
         if self.is_main_process:
             sys.stdout.write(message + "\n")
             sys.stdout.flush()
@@ -136,7 +136,7 @@ class RunAccelerator(Accelerator):
 
 
 class Run:
-    """Model, optimizer and data of one rank, and the loop over them."""
+    """Hold the model, optimizer and data of one rank, and run the training loop."""
 
     def __init__(self, arguments: TrainArguments, accelerator: RunAccelerator, data: TrainingData) -> None:
         self.arguments, self.accelerator, self.data, self.say = arguments, accelerator, data, accelerator.say
@@ -169,7 +169,10 @@ class Run:
         self.ema = None if arguments.ema_decay is None else EMA(self.model, arguments.ema_decay)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Return an optimizer that decays matrices, not biases and norms; `ndim` is that of the whole parameter."""
+        """Return an optimizer that applies weight decay to matrices but not to biases and norms.
+
+        `ndim` is the number of dimensions of the unsharded parameter.
+        """
         lr, decay = self.arguments.lr, self.arguments.weight_decay
         if self.arguments.optimizer == "muon":
             return muon(self.model, self.say, lr=lr, weight_decay=decay, adamw_betas=_ADAM_BETAS)
@@ -179,7 +182,7 @@ class Run:
         return torch.optim.AdamW([matrices, vectors], lr=lr, betas=_ADAM_BETAS)
 
     def loop(self, step: int) -> int:
-        """Run the steps after `step`; return the last, which is not that of the run if a signal has stopped it."""
+        """Run the steps after `step` and return the last one completed. A signal may stop the run early."""
         arguments, skipped, stood_still, stops = self.arguments, 0, 0.0, False
         window, tokens = time.perf_counter(), 0  # over which tokens per second are counted
         first, last = step + 3, step + 5  # those that are profiled: the first two are slow
@@ -221,7 +224,7 @@ class Run:
         return contextlib.closing(JsonlSink(path, last_step=last_step)) if self.environment.is_main else nullcontext()
 
     def step(self, step: int) -> Values:
-        """Make optimizer step `step`. Collective."""
+        """Run optimizer step `step`. Collective."""
         arguments, begin = self.arguments, time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments)
@@ -252,7 +255,7 @@ class Run:
         return [(inputs.to(self.device), labels.to(self.device)) for inputs, labels in batch]
 
     def _loss_sum(self, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return the cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
+        """Return the cross-entropy in nats, summed over the targets, in fp32 regardless of the compute dtype."""
         inputs, labels = micro_batch
         if self.arguments.loss_chunk is not None:
             output = self.model(input_ids=inputs, shift_labels=labels, num_items_in_batch=1, use_cache=False)
@@ -266,7 +269,10 @@ class Run:
         return self.accelerator.gather(own).cpu()  # type: ignore[no-any-return]
 
     def _report(self, step: int, sink: JsonlSink | None, values: Values, **counted: Any) -> None:
-        """Report a step over all ranks, and stop before a checkpoint holds what is no number. Collective."""
+        """Report a step over all ranks. Collective.
+
+        If a value is not finite, stop before it reaches a checkpoint.
+        """
         arguments, (loss_sum, norm, seconds, waited) = self.arguments, values
         rows = self._gather(loss_sum, waited, memory_nbytes(self.device))
         tokens = arguments.batch_size * arguments.seq_len
@@ -295,7 +301,10 @@ class Run:
             )
 
     def _state(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint holds: a scaler, too, so that a run may go on in another precision."""
+        """Return the objects to put in a checkpoint.
+
+        They always include a scaler, so that a run can continue in another precision.
+        """
         scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         objects = [] if self.ema is None else [self.ema]
         return {"model": self.model, "optimizer": self.optimizer.optimizer, "scaler": scaler, "objects": objects}
@@ -305,7 +314,7 @@ class Run:
         return self._state() | {"extra": {"step": step, "data_crc32c": self.data.checksum, "arguments": settings}}
 
     def _save(self, step: int) -> float:
-        """Save after `step` steps; return for how many seconds training stood still. Collective."""
+        """Save a checkpoint after `step` steps and return for how many seconds training was blocked. Collective."""
         begin, path = time.perf_counter(), self.arguments.checkpoints / f"step-{step:06d}"
         # Only an incomplete or damaged one can be there: the run would have gone on from a whole one.
         state = self._state_after(step) | {"total_limit": self.arguments.keep_checkpoints, "overwrite": True}
@@ -314,7 +323,10 @@ class Run:
         return time.perf_counter() - begin
 
     def resume(self, paths: Sequence[Location]) -> int:
-        """Load the newest state, in host memory or the first of `paths` that is whole; return its steps. Collective."""
+        """Load the newest state and return its number of steps. Collective.
+
+        The state comes from host memory or from the first complete checkpoint in `paths`.
+        """
         if self.copies is not None:
             newest = run_on_main(self.environment, lambda: read_manifest(paths[0]).saved_at if paths else 0.0)
             if (extra := self.copies.load(newer_than=newest, **self._state())) is not None:
@@ -337,7 +349,10 @@ class Run:
         return 0
 
     def write_down(self, held: int) -> None:
-        """Write down what the run is, now that it will go on, and start its trackers. On rank 0."""
+        """Write the settings and environment of the run and start its trackers. Called on rank 0.
+
+        This happens once the state is loaded, when it is certain that the run continues.
+        """
         arguments, accelerator = self.arguments, self.accelerator
         count = arguments.keep_checkpoints + 1 - min(held, arguments.keep_checkpoints)
         check_room(arguments.checkpoints, checkpoint_nbytes(self.model, self.optimizer), count, self.say)
@@ -354,7 +369,7 @@ class Run:
         accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
 
     def finish(self) -> None:
-        """Evaluate, export and write a sample; say what there is. Collective."""
+        """Evaluate the model, export it, write a sample, and report the output files. Collective."""
         output = self.arguments.output_dir
         if len(self.data.held_out):
             held_out = self.evaluate(self.data.held_out, limit=self.arguments.eval_sequences)
@@ -370,7 +385,10 @@ class Run:
 
     @torch.no_grad()
     def sample(self) -> str:
-        """Return how the data that is kept begins, and how the model goes on within one sequence. Collective."""
+        """Return generated text, prompted with the first tokens of the held-out data. Collective.
+
+        Without held-out data the prompt comes from the training data. Prompt and continuation fit in one sequence.
+        """
         seq_len, tokenizer = self.arguments.seq_len, self.data.tokenizer
         prompt = (self.data.held_out or self.data.train).read([0])[0][:, : min(16, seq_len // 2)].to(self.device)
         most = min(self.arguments.sample_tokens, seq_len - prompt.shape[1])
@@ -385,7 +403,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
-        """Return the mean loss over the first `limit` sequences at most, nats per token. Collective."""
+        """Return the mean loss over at most the first `limit` sequences, in nats per token. Collective."""
         indices, total = np.arange(min(limit, len(sequences))), 0.0
         self.model.eval()
         for chunk in np.array_split(indices, math.ceil(len(indices) / self.arguments.batch_size)):
@@ -395,7 +413,10 @@ class Run:
 
 
 def learning_rate(step: int, arguments: TrainArguments) -> float:
-    """Return the rate of step `step`, counted from 1: linear warm-up, then half a cosine down to the lowest rate."""
+    """Return the learning rate of step `step`, counted from 1.
+
+    The schedule is a linear warm-up followed by a half cosine down to the lowest rate.
+    """
     warmup = arguments.warmup
     if step <= warmup:
         return arguments.lr * step / warmup
@@ -405,7 +426,10 @@ def learning_rate(step: int, arguments: TrainArguments) -> float:
 
 
 def for_any_size(arguments: TrainArguments) -> TrainArguments:
-    """Return arguments for a varying number of hosts: more micro-batches, as large on few ranks as on many."""
+    """Return arguments that suit a varying number of hosts.
+
+    The micro-batch size is limited so that it is the same on any number of ranks. Fewer ranks use more micro-batches.
+    """
     ranks = elastic_ranks()
     if ranks is None:
         return arguments
@@ -419,7 +443,7 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
 
 
 def look_ahead(arguments: TrainArguments) -> list[Location]:
-    """Refuse now what would fail only at the end, and return the checkpoints to go on from, the newest first."""
+    """Refuse settings that would fail only at the end, and return the checkpoints to resume from, newest first."""
     if arguments.plot:
         require_plots()
     if arguments.model is not None:
@@ -433,7 +457,10 @@ def look_ahead(arguments: TrainArguments) -> list[Location]:
 
 
 def require_same_run(paths: Sequence[Location], arguments: TrainArguments, checksum: int) -> None:
-    """Refuse to go on from the first of `paths` with other data or settings. On rank 0, before anything is written."""
+    """Refuse to resume from the first of `paths` with other data or settings.
+
+    Called on rank 0, before anything is written.
+    """
     if not paths:
         return
     path, extra = paths[0], read_manifest(paths[0]).states.get("extra")
@@ -454,7 +481,7 @@ def require_same_run(paths: Sequence[Location], arguments: TrainArguments, check
 
 
 def run(arguments: TrainArguments) -> None:
-    """Run the job in this process, reporting a failure to the launcher if there is one."""
+    """Run the job in this process, and report a failure to the launcher if there is one."""
     run_worker(lambda: train(arguments))
 
 
