@@ -1,11 +1,11 @@
-"""Compares a running job with its plan: the events, the bytes on the wire and the bytes in memory of one step.
+"""Compare a running job with its plan: the events, the traffic and the memory of one step.
 
     check = PlanCheck(model, optimizer, job)
     ...                                     # three steps of training
     print(check.report())
 
-The model shows its own layout; the job adds the rest (accumulation, optimizer). `PlanWatch` does this
-for every model that an `Accelerator` prepares, and reports: `fullshard launch --check_plan`.
+The layout comes from the model. The job provides the remaining settings (accumulation, optimizer). `PlanWatch` does
+this for every model that an `Accelerator` prepares, and reports the result: `fullshard launch --check_plan`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ _SENT = {
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """One category, as it was planned and as it is. Bytes, but for the events, which are counted.
+    """Hold the planned and the actual value of one category.
 
-    `planned` is None where the plan does not know, such as the state of an optimizer it has no formula for.
+    The values are bytes, except for the events, which are counted. `planned` is None if the plan has no value, for
+    example for the state of an optimizer without a formula.
     """
 
     category: str
@@ -73,14 +74,15 @@ class Deviation:
 
 
 class PlanCheck:
-    """Listens to a sharded model and looks at its memory at the end of one step.
+    """Listen to a sharded model and measure its memory at the end of one step.
 
     Args:
-        model: sharded; one event sink can listen, and it is this one until the step is over.
-        optimizer: of its parameters.
-        job: as planned.
-        is_state_planned: False if `job.optimizer` stands for one that the planner does not know.
-        when_done: called with the report, within the step's `optimizer.step()`, before the update.
+        model: a sharded model. A model has only one event sink, which is this object until the step ends.
+        optimizer: the optimizer of its parameters.
+        job: the planned job.
+        is_state_planned: False if the planner does not support the optimizer, and `job.optimizer` only stands in for
+            it.
+        when_done: called with the report, within `optimizer.step()` of that step, before the update.
 
     Raises:
         LifecycleError: the model is not sharded.
@@ -106,10 +108,10 @@ class PlanCheck:
         self._schedule.event_sink = self._receive
 
     def report(self) -> list[Deviation]:
-        """Report every category, including those that are as planned.
+        """Return the deviations of all categories, including those that match the plan.
 
         Raises:
-            LifecycleError: the step is not over yet.
+            LifecycleError: the step has not ended.
         """
         if self.found is None:
             raise LifecycleError(f"step {AT_STEP} is not over yet ({self.steps} steps so far)")
@@ -161,7 +163,10 @@ class PlanCheck:
         ]
 
     def _compare_state(self) -> Deviation:
-        """Compare the state of this model's parameters in this optimizer, which may hold others, too."""
+        """Compare the optimizer state of this model's parameters.
+
+        The optimizer may also hold parameters of other models.
+        """
         row, groups = self._job.planned_optimizer, self._optimizer.param_groups
         held = {id(p) for group in groups for p in group["params"]}
         matrices = {id(p) for group in groups if group.get("algorithm") != "adamw" for p in group["params"]}
@@ -176,9 +181,9 @@ class PlanCheck:
 
 
 class PlanWatch:
-    """Checks every pair of a model and an optimizer of its parameters, and reports by `say`, on every rank.
+    """Check every pair of a model and an optimizer of its parameters, and report through `say` on every rank.
 
-    The job is as planned, except for the optimizer, which is read from the object itself.
+    The job is the planned job, except that the optimizer settings are read from the optimizer itself.
     """
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
@@ -186,7 +191,7 @@ class PlanWatch:
         self._checks: dict[tuple[int, int], PlanCheck] = {}
 
     def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Listen to the pairs of sharded models and torch's own (re-pointed) optimizers that are not listened to."""
+        """Listen to each new pair of a sharded model and one of torch's own (re-pointed) optimizers."""
         for model, optimizer in itertools.product(models, optimizers):
             own = {id(p) for unit in units_of(model) for b in unit.buckets for p in b.sharded_parameters}
             pair = id(model), id(optimizer)
@@ -206,7 +211,7 @@ class PlanWatch:
         return PlanCheck(model, optimizer, job, is_state_planned=kind is not None, when_done=say)
 
     def close(self) -> None:
-        """End the run: name the categories that were not compared, and why."""
+        """End the check. Report the categories that were not compared, and why."""
         if not self._checks:
             self._say("check_plan: nothing was compared, because no optimizer of a sharded model was prepared")
         for check in self._checks.values():
@@ -218,7 +223,7 @@ class PlanWatch:
 
 
 def _gathered(event: Event, unit: UnitLayout) -> int:
-    """Return the bytes that come with an event, or go, of what is unsharded."""
+    """Return how many unsharded bytes an event adds. The number is negative if it frees them."""
     match event.kind:
         case EventKind.UNSHARD_ISSUED:
             return unit.gathered_nbytes - unit.decoded_nbytes + unit.coded_nbytes
@@ -230,7 +235,7 @@ def _gathered(event: Event, unit: UnitLayout) -> int:
 
 
 def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the planner's name for `optimizer`; None if it has no formula for its state."""
+    """Return the planner's name for `optimizer`, or None if the planner has no formula for its state."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     if isinstance(optimizer, Muon):
         return "muon"
@@ -243,7 +248,7 @@ def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _compare_events(planned: list[Event], found: list[Event]) -> Deviation:
-    """Compare the events: count those that come as planned, up to the first that does not."""
+    """Compare the events. Count those that match the plan, up to the first mismatch."""
     pairs = enumerate(itertools.zip_longest(planned, found))
     same, (first, other) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(planned), (None, None)))
     if first is other:
@@ -261,7 +266,7 @@ def _storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> ModelLayout:
-    """Return the layout of a model that is sharded already, its calls in the order the events have them."""
+    """Return the layout of a sharded model, with its calls in the order of the events."""
     output: Any = getattr(model, "get_output_embeddings", lambda: None)
     head, root, mesh = output(), units[-1], units[-1].mesh
     plans = {

@@ -1,4 +1,4 @@
-"""`training.check_plan`: a step of an Accelerator's models is compared with the plan."""
+"""Compare one step of an Accelerator's models with the plan, for the setting `training.check_plan`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
 
 def watch_plan(accelerator: Accelerator) -> Listener | None:
-    """Return what compares the models of an Accelerator with its configuration's plan, if that asks for it.
+    """Return a listener that compares the models of an Accelerator with the plan of its configuration.
+
+    Return None if the configuration does not request this.
 
     Raises:
-        ConfigError: it does, and the planner does not know such a job.
+        ConfigError: the check is requested, but the planner does not support such a job.
     """
     config = accelerator._config
     if not config.training.check_plan:

@@ -1,4 +1,4 @@
-"""Planning for a model object: its shapes, read from the modules. The meta device is enough."""
+"""Plan for a model object. The shapes come from its modules, so the model can be on the meta device."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _SAME_MEMORY = 0.15
 
 
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
-    """Return the engine's units and parameters of `model`, as it is (dtypes and `requires_grad` included).
+    """Return the engine's units and the parameters of `model`, including dtypes and `requires_grad`.
 
-    What a layer computes is known for the families of `fullshard.plan.families`, by the model's own `config`. For any
-    other model activations are not predicted. `policy` is that of `fullshard.features.unit_selection.unit_modules`.
+    The operations of a layer are known for the families in `fullshard.plan.families`, which are identified by the
+    model's `config`. For other models, activations are not predicted. `policy` is the `policy` argument of
+    `fullshard.features.unit_selection.unit_modules`.
     """
     names = {id(module): name for name, module in model.named_modules()}
     plans = partition([model], unit_modules(model, policy))
@@ -65,17 +66,19 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
 def plan_model(
     model: nn.Module, devices: str, *, hosts: int | None = None, policy: object = None, **settings: Any
 ) -> Plan:
-    """Predict memory, traffic and time of training `model` as it is, with its own dtypes and `requires_grad`.
+    """Predict memory, traffic and time of training `model` with its current dtypes and `requires_grad`.
 
     Args:
-        model: not sharded yet; best on the meta device.
-        devices: for example `8xH100`.
-        hosts: in how many hosts; default: full ones.
-        policy: which modules are units.
-        settings: fields of `fullshard.plan.job.Job`, but for `method`, `lora_*` and `base_dtype`: the model shows them.
+        model: a model that is not sharded, preferably on the meta device.
+        devices: number and type of the devices, for example `8xH100`.
+        hosts: the number of hosts. By default, all hosts are full.
+        policy: selects the modules that become units.
+        settings: fields of `fullshard.plan.job.Job`, except `method`, `lora_*` and `base_dtype`, which are read from
+            the model.
 
     Raises:
-        ConfigError: no model, unknown hardware or settings, or settings that the model decides.
+        ConfigError: `model` is not a model, the hardware or a setting is unknown, or a setting is determined by the
+            model.
         WrapError: the policy does not fit the model.
     """
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
@@ -103,9 +106,10 @@ def plan_run(
     say: Callable[[str], None],
     **job: Any,
 ) -> Plan | None:
-    """Predict a run of `model` that begins here and now, on this rank's hardware; None, said why, if it is unknown.
+    """Predict a run of `model` that starts now, on the hardware of this rank.
 
-    `job` are the fields of a job that the configuration does not have; `say` takes a line for the user.
+    Return None, after reporting the reason, if the planner does not support the run. `job` holds the fields of a job
+    that are not in the configuration. `say` is called with a line for the user.
     """
     hosts = max(1, environment.world_size // max(1, environment.local_world_size))
     with warnings.catch_warnings():
@@ -136,7 +140,7 @@ def planned_device(device: torch.device) -> str:
 
 
 def _base_dtype(model: ModelShape) -> str:
-    """Return the dtype that most of the weights are stored in, among the dtypes that a job supports."""
+    """Return the most common storage dtype of the weights, among the dtypes that a job supports."""
     numels: Counter[str] = Counter()
     for parameter in model.parameters:
         numels[parameter.dtype] += parameter.numel

@@ -1,6 +1,7 @@
-"""`FullyShardedDataParallelPlugin`: Accelerate's field names and spellings, read like the keys of a file.
+"""Define `FullyShardedDataParallelPlugin` with Accelerate's field names and spellings.
 
-Every field is used, refused with the reason, or named once in a warning that says why it has no effect here.
+The fields are read like the keys of a file. Every field is used, refused with the reason, or named once in a warning
+that explains why it has no effect here.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ _ALREADY_SAID: set[str] = set()
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """The sharding of models, in Accelerate's words.
+    """Configure how models are sharded, with the field names of Accelerate.
 
-    None leaves a field to the launcher's configuration, and without one to the default that is given below: it reads as
-    the value in effect, from the time that the plugin or an Accelerator was made or a model sharded. Names are equal to
-    torch's that say the same. A field that is changed counts for the next model that is sharded.
+    A field that is None takes the value from the launcher's configuration, or the default below if there is none. Once
+    the plugin or an Accelerator has been created or a model has been sharded, such a field reads as the value in
+    effect. Names compare equal to torch's names with the same meaning. A changed field applies to the next model that
+    is sharded.
 
     Attributes:
         fsdp_version: no effect.
@@ -75,30 +77,31 @@ class FullyShardedDataParallelPlugin:
         mixed_precision_policy: `bf16`, `fp16`, `fp32`, a dict of dtypes, or torch's or fullshard's policy. Default: the
             Accelerator's `mixed_precision`.
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, one of torch's policies, or anything
-            `fullshard.wrap.policies` takes. Default: the model's own layers, and all repeated blocks.
-        cpu_offload: bool, torch's `CPUOffload` or `CPUOffloadPolicy`, or fullshard's `OffloadPolicy`, which can say
-            what of it. An Accelerator takes its `activations` for `activation_checkpointing_offload`, which stays when
-            this field is set again.
-        ignored_modules: modules, or a regular expression for whole module names.
-        state_dict_type: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT, a number or torch's enum. With FULL
-            `save_state` writes the whole weights besides; with LOCAL `get_state_dict` returns what this rank holds.
+            that `fullshard.wrap.policies` accepts. Default: the model's own layers, and all repeated blocks.
+        cpu_offload: bool, torch's `CPUOffload` or `CPUOffloadPolicy`, or fullshard's `OffloadPolicy`, which can select
+            what is offloaded. An Accelerator uses the `activations` of that policy as
+            `activation_checkpointing_offload`, which keeps this value when `cpu_offload` is set again.
+        ignored_modules: modules, or a regular expression that matches full module names.
+        state_dict_type: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT, a number or torch's enum. With FULL,
+            `save_state` also writes the unsharded weights. With LOCAL, `get_state_dict` returns what this rank holds.
         state_dict_config, optim_state_dict_config: no effect.
         limit_all_gathers, use_orig_params: no effect.
-        param_init_fn: initialises one module that is on the meta device.
+        param_init_fn: initializes one module that is on the meta device.
         sync_module_states: broadcast rank 0's parameters and buffers at the start. Default True.
-        forward_prefetch: issue the next unit's all-gather while this unit runs forward. Default True.
+        forward_prefetch: issue the all-gather of the next unit while the current unit runs forward. Default True.
         activation_checkpointing: recompute the activations of every unit in backward.
-        activation_checkpointing_offload: what autograd saves of a unit is in host memory until backward: its inputs,
-            with `activation_checkpointing`. Accelerate has it only with that.
-        cpu_ram_efficient_loading: `from_pretrained` reads weights on each host's first rank only; implies
+        activation_checkpointing_offload: keep the tensors that autograd saves for a unit in host memory until backward.
+            With `activation_checkpointing` these are the inputs of the unit. Accelerate supports it only with that
+            option.
+        cpu_ram_efficient_loading: `from_pretrained` reads weights only on the first rank of each host. Implies
             `sync_module_states`.
-        transformer_cls_names_to_wrap: class names of the units; a text with commas, or a list.
-        min_num_params: parameters a unit has at least, for `size_based_wrap`.
-        activation_checkpointing_mode: with `activation_checkpointing`: `full`, or `selective`, which keeps what is dear
-            to compute for its size. Not in Accelerate.
+        transformer_cls_names_to_wrap: class names of the units, as a list or a comma-separated string.
+        min_num_params: minimum number of parameters in a unit, for `size_based_wrap`.
+        activation_checkpointing_mode: the mode of `activation_checkpointing`: `full`, or `selective`, which keeps the
+            activations that are expensive to recompute for their size. Not in Accelerate.
 
     Raises:
-        ConfigError: a value that is unknown or cannot be honoured.
+        ConfigError: a value is unknown or not supported.
     """
 
     fsdp_version: int | str | None = None
@@ -148,18 +151,21 @@ class FullyShardedDataParallelPlugin:
             self.show(self.config())
 
     def said(self, name: str) -> Any:
-        """Return the value that a field was set to; None if it was left to the launcher, whatever it reads as."""
+        """Return the value that a field was set to.
+
+        Return None if the field was left to the launcher, even if it reads as a value.
+        """
         value, filled = getattr(self, name), vars(self)["filled"]
         return None if name in filled and value == filled[name] else value
 
     def show(self, config: RunConfig) -> None:
-        """Let the fields that were left open read as a configuration, without setting anything."""
+        """Make unset fields read as the values of a configuration, without setting them."""
         effective = self._in_effect(config)
         effective = {name: effective.get(name) for name in _FIELDS if self.said(name) is None}
         vars(self).update(effective, filled={name: value for name, value in effective.items() if value is not None})
 
     def reading(self) -> Reading:
-        """Return the settings of the fields; fields that are None set nothing."""
+        """Return the settings of the fields. Fields that are None set nothing."""
         said = {name: value for name in _FIELDS if (value := self.said(name)) is not None}
         precision = _precision_settings(said.pop("mixed_precision_policy", None))
         fields = {name: value.name if isinstance(value, Enum) else value for name, value in said.items()}
@@ -182,7 +188,7 @@ class FullyShardedDataParallelPlugin:
         return reading
 
     def fill(self, config: RunConfig) -> None:
-        """Let fields that are left open say what a configuration does, instead of the launcher."""
+        """Make unset fields take the values of a configuration instead of those from the launcher."""
         sharding = config.sharding
         row, auto = sharding.resolved_strategy(), "auto" if sharding.keeps_what_fits else None
         named = sharding.model_copy(update={"strategy": row.name, "reshard_after_forward": auto})
@@ -191,11 +197,11 @@ class FullyShardedDataParallelPlugin:
         self.show(self.config())
 
     def config(self) -> RunConfig:
-        """Return the configuration that the fields and the launcher give."""
+        """Return the configuration that results from the fields and the launcher."""
         return resolve([self.base or launched(), self.reading()]).config
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
-        """Return the values that fields of None stand for with a configuration."""
+        """Return the values that take effect for fields that are None, under a configuration."""
         sharding, precision = config.sharding, config.precision
         policy = dataclasses.replace(policy_of(precision), output_dtype=dtype_or_none(precision.output_dtype))
         kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
@@ -225,17 +231,23 @@ class FullyShardedDataParallelPlugin:
         return effective
 
     def sharding_config(self) -> ShardingConfig:
-        """Return the settings in effect; a wrap policy that is an object is not among them (see `wrap_policy`)."""
+        """Return the sharding settings in effect.
+
+        They do not include a wrap policy that is an object (see `wrap_policy`).
+        """
         return self.config().sharding
 
     def wrap_policy(self, config: ShardingConfig | None = None) -> WrapPolicy:
-        """Return the policy that selects units: by these settings, or by those in effect."""
+        """Return the policy that selects units, from `config` or from the settings in effect."""
         if self._has_policy_object():
             return _from_torch_policy(self.auto_wrap_policy) or parse_policy(self.auto_wrap_policy)
         return configured_policy(config or self.sharding_config())
 
     def _has_policy_object(self) -> bool:
-        """Return whether the wrap policy is none of the dialect's names; other names are of classes."""
+        """Return whether the wrap policy is something other than one of Accelerate's policy names.
+
+        Other names are class names.
+        """
         policy = self.said("auto_wrap_policy")
         return policy is not None and not (isinstance(policy, str) and policy.strip().upper().endswith("WRAP"))
 
@@ -249,10 +261,10 @@ class FullyShardedDataParallelPlugin:
         return self.ignored_modules
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Fix the policy for `model` now, which checks its class names.
+        """Resolve the wrap policy for `model` now, and check its class names.
 
         Raises:
-            WrapError: the model has no module of a class that is named.
+            WrapError: the model has no module of a class in the policy.
         """
         policy = self.wrap_policy()
         unit_modules(model, policy)
@@ -264,8 +276,8 @@ class FullyShardedDataParallelPlugin:
         """Set the precision policy.
 
         Args:
-            mixed_precision: a mode, its dtype, a dict of dtypes, a policy object, or None for none.
-            buffer_autocast: cast buffers as well, for modes.
+            mixed_precision: a mode, its dtype, a dict of dtypes, a policy object, or None to remove the policy.
+            buffer_autocast: also cast buffers, if `mixed_precision` is a mode.
             override: replace a policy that was set before.
         """
         if self.said("mixed_precision_policy") is not None and not override:
@@ -277,10 +289,10 @@ class FullyShardedDataParallelPlugin:
         self.mixed_precision_policy = settings or None
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set and check the type of state dict.
+        """Validate and set the type of state dict.
 
         Raises:
-            ConfigError: an unknown type.
+            ConfigError: the type is unknown.
         """
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
@@ -293,7 +305,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(FullyShardedDataParal
 
 
 class _Name(str):
-    """A name, equal to the member of torch's enumeration that scripts compare it with."""
+    """A name that equals the corresponding member of torch's enumeration, so that scripts can compare them."""
 
     __slots__ = ()
 
@@ -308,7 +320,7 @@ class _Name(str):
 
 
 def configured_policy(config: ShardingConfig) -> WrapPolicy:
-    """Return the wrap policy in the settings."""
+    """Return the wrap policy from the settings."""
     match config.wrap:
         case "class":
             return ByClass(config.wrap_classes)
@@ -319,7 +331,7 @@ def configured_policy(config: ShardingConfig) -> WrapPolicy:
 
 
 def say_once(notes: Iterable[Note]) -> None:
-    """Warn once, on the main rank only, of what became of a script's or the environment's settings."""
+    """Warn once, on the main rank only, how the settings of a script or of the environment are handled."""
     for note in notes:
         message = str(note)
         if message not in _ALREADY_SAID and read_rank_environment().is_main:
@@ -328,12 +340,15 @@ def say_once(notes: Iterable[Note]) -> None:
 
 
 def tell_transformers() -> None:
-    """Tell Transformers, by a pair of variables, whether it may leave the other ranks' weights empty."""
+    """Let Transformers leave the weights empty on the ranks that do not read them.
+
+    Two environment variables enable this.
+    """
     set_variables(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
 
 def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """Return the modules whose whole qualified name matches the regular expression."""
+    """Return the modules whose fully qualified name matches the regular expression."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -348,7 +363,10 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _modules(value: Any) -> list[nn.Module]:
-    """Return the modules in `ignored_modules`, one or several; a generator is read once and for every model."""
+    """Return the modules in `ignored_modules`, which is one module or several.
+
+    A generator is read only once, and its modules are used for every model.
+    """
     found = [value] if isinstance(value, nn.Module) or not isinstance(value, Iterable) else list(value)
     wrong = next((item for item in found if not isinstance(item, nn.Module)), None)
     if wrong is not None:
@@ -360,7 +378,7 @@ def _modules(value: Any) -> list[nn.Module]:
 
 
 def _offload_fields(value: Any) -> dict[str, Any]:
-    """Return the fields that `cpu_offload` stands for: truth values for a policy, anything else as it is."""
+    """Return the fields that `cpu_offload` represents: booleans for a policy, other values unchanged."""
     if isinstance(value, OffloadPolicy):
         offload = value.offload
         parts = {f"offload_{field.name}": getattr(offload, field.name) for field in dataclasses.fields(offload)}
@@ -405,7 +423,7 @@ def _precision_settings(policy: Any) -> dict[str, Any]:
 
 
 def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
-    """Return the precision policy of units; the dtype of outputs is left to the model."""
+    """Return the precision policy of units. The model determines the dtype of its outputs."""
     return MixedPrecisionPolicy(
         param_dtype=dtype_or_none(precision.compute_dtype),
         reduce_dtype=dtype_or_none(precision.reduce_dtype),
@@ -417,12 +435,12 @@ def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
 
 
 def dtype_or_none(name: str | None) -> torch.dtype | None:
-    """Return the dtype of that name; None if there is no name."""
+    """Return the dtype with that name, or None if the name is None."""
     return None if name is None else torch_dtype(name)
 
 
 def _from_torch_policy(policy: Any) -> WrapPolicy | None:
-    """Return a policy of `torch.distributed.fsdp.wrap`, translated; None for anything else."""
+    """Return fullshard's equivalent of a policy from `torch.distributed.fsdp.wrap`, or None for anything else."""
     function: Any = policy.func if isinstance(policy, functools.partial) else policy
     keywords = policy.keywords if isinstance(policy, functools.partial) else {}
     match getattr(function, "__name__", type(function).__name__):
@@ -444,7 +462,10 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
 
 
 def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
-    """Refuse exceptions of torch's policy by size other than its own: units here are chosen by size alone."""
+    """Refuse exceptions in torch's size-based policy other than its defaults.
+
+    The size alone selects the units here.
+    """
     for name in ("exclude_wrap_modules", "force_leaf_modules"):
         if keywords.get(name) not in (None, getattr(policy, name.upper())):
             raise ConfigError(

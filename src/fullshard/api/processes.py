@@ -1,4 +1,4 @@
-"""The per-process tasks of scripts, as Accelerate has them: which rank, wait, print once, divide inputs."""
+"""Provide the process helpers of Accelerate: ranks, barriers, printing once, splitting inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.core.errors import ConfigError
 
 
 class Processes:
-    """The part of the Accelerator that is about processes and not about training."""
+    """The part of the Accelerator for processes rather than training."""
 
     initialized = True
     distributed_type = DistributedType.FSDP
@@ -41,20 +41,23 @@ class Processes:
 
     @property
     def _tensor_parallel_size(self) -> int:
-        """The number of ranks that compute on the same batch, each with a part of every layer."""
+        """Return the number of ranks that compute on the same batch, each with a part of every layer."""
         return 1
 
     @property
     def _data_parallel_size(self) -> int:
-        """Ranks, or groups of them, that compute on batches of their own."""
+        """Return the number of ranks, or of tensor-parallel groups, that compute on different batches."""
         return self.num_processes // self._tensor_parallel_size
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this method."""
         self.process.barrier()
 
     def _goes_first(self, is_main: bool) -> Iterator[None]:
-        """Run one rank's block before the others'. Accelerate's lets the others wait for a rank whose block raised."""
+        """Run the block on one rank before the others.
+
+        The other ranks continue even if that block raises. With Accelerate they would wait forever.
+        """
         if not is_main:
             self.wait_for_everyone()
         try:
@@ -65,14 +68,15 @@ class Processes:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give this rank's part of `inputs`: neighbouring items, the first ranks taking one more if it does not divide.
+        """Give this rank a contiguous part of `inputs`.
 
-        Ranks of a tensor-parallel group have the same part.
+        If the items do not divide evenly, the first ranks get one more. Ranks of a tensor-parallel group get the same
+        part.
 
         Args:
-            inputs: a list, tuple, tensor, `datasets.Dataset` or other sliceable, or a mapping of such, all of the same
-                length.
-            apply_padding: repeat the last item where a rank has fewer, so that results can be gathered.
+            inputs: a list, tuple, tensor, `datasets.Dataset` or other sliceable, or a mapping whose values are
+                sliceables of equal length.
+            apply_padding: repeat the last item on ranks that have fewer items, so that results can be gathered.
 
         Raises:
             ConfigError: the values of a mapping differ in length.

@@ -1,4 +1,4 @@
-"""The names of Accelerate that this package refuses, each with the reason; and those taken from Accelerate itself."""
+"""List the names of Accelerate that fullshard refuses, with reasons, and the names it takes from Accelerate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ACCELERATES_OWN = (
 
 
 def from_accelerate(name: str) -> Any:
-    """Return a name of the package `accelerate` that serves here as it is."""
+    """Return a name of the `accelerate` package that fullshard uses unchanged."""
     if name not in ACCELERATES_OWN:
         reason = f" ({NAMES[name]})" if name in NAMES else ""
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}{reason}")

@@ -1,4 +1,4 @@
-"""Trackers and profiles, as the Accelerator offers them: Accelerate's trackers, and torch's profiler."""
+"""Provide the Accelerator's methods for trackers (Accelerate's) and profiles (torch's profiler)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reporting(Checkpointing):
         """Start the trackers that `log_with` names, on the main process.
 
         Raises:
-            ConfigError: `init_kwargs` has arguments for a tracker that does not exist.
+            ConfigError: `init_kwargs` has arguments for a tracker that is not in use.
         """
         known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, self.log_with)}
         for name in (init_kwargs or {}).keys() - known:
@@ -43,7 +43,7 @@ class Reporting(Checkpointing):
         Theirs.init_trackers(self, project_name, config, init_kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Log values with all trackers, on the main process; warn if none has been started."""
+        """Log values with all trackers, on the main process. Warn if no tracker has been started."""
         if self.log_with and not self.trackers and self.is_main_process:
             names = ", ".join(map(_tracker_name, self.log_with))
             warnings.warn(f"log: {names} has not been started: call init_trackers first", stacklevel=2)
@@ -51,14 +51,14 @@ class Reporting(Checkpointing):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
-        """Profile the block, on every rank. The engine's events are marks in the traces.
+        """Profile the block on every rank. The traces contain the engine's events as marks.
 
         Args:
-            profile_handler: `ProfileKwargs`; default: the one in `kwargs_handlers`. With
-                its `output_trace_dir` every rank leaves a trace `profile_{rank}.json` there.
+            profile_handler: `ProfileKwargs`. Default: the one in `kwargs_handlers`. If its `output_trace_dir` is set,
+                every rank writes a trace `profile_{rank}.json` to that directory.
 
         Raises:
-            ConfigError: an activity, a schedule or a directory that cannot be had.
+            ConfigError: an activity, a schedule or a directory is invalid.
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         directory = None if handler.output_trace_dir is None else _trace_directory(handler.output_trace_dir)
@@ -103,7 +103,7 @@ def _tracker_name(tracker: Any) -> str:
 
 
 def _trace_directory(text: str) -> Path:
-    """Return the directory, made before anything is profiled."""
+    """Create the trace directory before profiling starts, and return it."""
     directory = local_path(text)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""See, before a run begins, whether its checkpoints will fit on the disk beside one another."""
+"""Check before a run whether the disk has enough space for its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from fullshard.plan.optimizers import OPTIMIZERS
 
 
 def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
-    """Return the bytes of a checkpoint of all ranks together, or fewer: the planner may not know the optimizer."""
+    """Return the total size in bytes of a checkpoint over all ranks.
+
+    The actual size may be larger, because the planner may not support the optimizer.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = trained if is_saved_as_adapters(model) else list(model.parameters())
     kind = None if optimizer is None else planned_optimizer(getattr(optimizer, "optimizer", optimizer))
@@ -31,7 +34,8 @@ def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
 def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], None]) -> None:
     """Check whether `count` more checkpoints of `nbytes` bytes fit in a directory.
 
-    What its file system says counts. A quota that it does not know of and an object store show at the first save.
+    The check uses the free space that the file system reports. Quotas that it does not report, and limits of object
+    stores, only show at the first save.
     """
     if not isinstance(place, Path) or count < 1:
         return

@@ -1,8 +1,9 @@
-"""The contents of a checkpoint of the Accelerator's `save_state` and `load_state`, and its place.
+"""Define what the Accelerator's `save_state` and `load_state` put in a checkpoint, and where it is.
 
 One model with one optimizer is one checkpoint of `fullshard.checkpoint`. Several models or optimizers are *parts*: a
-directory of checkpoints, each a model and the optimizer that holds its parameters. It gets its name once all parts are
-complete, so like a single one it is whole or not there. Models that share an optimizer are one part.
+directory of checkpoints, each with a model and the optimizer that holds its parameters. The directory gets its final
+name when all parts are complete, so it is either complete or absent, like a single checkpoint. Models that share an
+optimizer form one part.
 """
 
 from __future__ import annotations
@@ -59,17 +60,23 @@ _FORMATS: dict[str, Callable[[Pending], Pending]] = {}
 
 
 def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
-    """Have saves with `checkpoint.format = name` changed by `add`, so that they write files of that format besides."""
+    """Register a format for saves with `checkpoint.format = name`.
+
+    The function `add` changes such a save so that it also writes files of that format.
+    """
     _FORMATS[name] = add
 
 
 class Together(nn.ModuleList):
-    """Models that one optimizer steps, saved as one whose parameters are called `0.`, `1.` and so on."""
+    """Combine the models that one optimizer steps.
+
+    They are saved as one model with the name prefixes `0.`, `1.` and so on.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything that is saved, without wrappers, as it was prepared; `config` is for people."""
+    """Hold everything to save, as it was prepared but without wrappers. `config` is information for users."""
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -81,10 +88,11 @@ class TrainingState:
     config: Mapping[str, Any]
 
     def parts(self) -> list[LoadArguments]:
-        """Return what each checkpoint holds: a model with its optimizer; several in one `Together` that share one.
+        """Return the content of each checkpoint: a model with its optimizer.
 
-        A model with two optimizers comes twice. Schedules, registered objects and the scaler are with the first;
-        averages of weights with their model.
+        Models that share an optimizer are combined in one `Together`. A model with two optimizers appears twice. The
+        first part also holds the schedulers, the registered objects and the scaler. Averages of weights are in the part
+        of their model.
         """
         pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
         covered = set[int]()
@@ -118,13 +126,13 @@ class TrainingState:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The values that are no objects of their own: counters, positions of the loaders, the configuration."""
+        """Return the values that are not separate objects: counters, loader positions and the configuration."""
         loaders = [loader.state_dict() for loader in self.loaders]
         return {"step": self.step, "loaders": loaders, "config": dict(self.config)}
 
 
 def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | None) -> tuple[Location, bool]:
-    """Return the path to save to, and whether a checkpoint that is there may be replaced."""
+    """Return the path to save to, and whether an existing checkpoint at that path may be replaced."""
     if config.automatic_checkpoint_naming:
         if config.project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a project_dir")
@@ -160,7 +168,10 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
 
 
 def number_after(path: Location, config: Any) -> int:
-    """Return the number of the next checkpoint once `path` is loaded: after it, if it is one of the numbered ones."""
+    """Return the number of the next checkpoint after `path` is loaded.
+
+    If `path` is a numbered checkpoint of the project, the number is larger than its number.
+    """
     match = _AUTOMATIC.fullmatch(path.name)
     is_of_project = config.project_dir is not None and isinstance(path, Path)
     if match and is_of_project and path.resolve().parent == _numbered_folder(config).resolve():
@@ -169,7 +180,7 @@ def number_after(path: Location, config: Any) -> int:
 
 
 def _numbered_folder(config: Any) -> Path:
-    """Return the folder of checkpoints of a project with `automatic_checkpoint_naming`."""
+    """Return the checkpoint folder of a project with `automatic_checkpoint_naming`."""
     return local_path(config.project_dir) / "checkpoints"
 
 
@@ -186,8 +197,8 @@ def save(
 ) -> None:
     """Save everything. A collective.
 
-    `whole_weights` writes each model whole, too, into a directory `model` in the checkpoint, for other programs; so
-    does a `form` of `register_format` in files of its own. With a `saver` training goes on meanwhile.
+    `whole_weights` also writes each unsharded model to a directory `model` in the checkpoint, for other programs. A
+    `form` of `register_format` also writes its own files. With a `saver`, training continues during the save.
     """
     if whole_weights and saver is not None:
         raise ConfigError(
@@ -235,7 +246,7 @@ def save(
 
 
 def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
-    """Call a script's hooks, which may communicate. A collective."""
+    """Call the hooks of a script, which may communicate. A collective."""
 
     def call() -> None:
         for hook in list(hooks):
@@ -249,7 +260,10 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
-    """Call save hooks, and note their files in a checkpoint, so that a later save may replace them. A collective."""
+    """Call save hooks and record which files they add to a checkpoint. A collective.
+
+    The record lets a later save replace the checkpoint.
+    """
     ranks = Ranks()
     before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
     call_hooks(hooks, models, [], str(path))
@@ -263,7 +277,7 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
 
 
 def load(path: Location, state: TrainingState) -> int:
-    """Load everything that `save` wrote; returns the step. A collective."""
+    """Load everything that `save` wrote, and return the step. A collective."""
     parts = state.parts()
     saved = len(part_paths(path))
     if max(saved, 1) != len(parts):
@@ -279,7 +293,7 @@ def load(path: Location, state: TrainingState) -> int:
 
 
 def only_part(state: TrainingState) -> LoadArguments:
-    """Return the part of a single model with its optimizer. Raises `ConfigError` if there are several."""
+    """Return the part of a single model and its optimizer. Raise `ConfigError` if there are several parts."""
     if len(parts := state.parts()) > 1:
         raise ConfigError(
             f"copies in host memory support one model with one optimizer, but {len(parts)} are prepared",
@@ -289,7 +303,7 @@ def only_part(state: TrainingState) -> LoadArguments:
 
 
 def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:
-    """Set the state that is no part of a model, and return the script's counter."""
+    """Restore the state that belongs to no model, and return the counter of the script."""
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(
@@ -304,9 +318,9 @@ def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location
 def save_model(
     model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment, *, safe: bool = True
 ) -> None:
-    """Write the whole model, or its adapters, into a directory, which may hold other files. A collective.
+    """Write the unsharded model, or its adapters, to a directory, which may hold other files. A collective.
 
-    Weights that lie there and that `from_pretrained` would read instead are removed. See `Accelerator.save_model`.
+    Remove existing weights that `from_pretrained` would read instead. See `Accelerator.save_model`.
     """
     if is_saved_as_adapters(model):
         if not safe:
@@ -349,7 +363,7 @@ def _write_pickles(weights: dict[str, Any], directory: Path, max_shard_size: int
 
 
 def save_object(obj: Any, path: Path, *, safe: bool) -> None:
-    """Write an object to a file, which appears when it is complete."""
+    """Write an object to a file. The file appears only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temp:
         if safe:
@@ -359,7 +373,7 @@ def save_object(obj: Any, path: Path, *, safe: bool) -> None:
 
 
 def _foreign_entries(path: Location) -> list[str]:
-    """Return the names in a directory that no checkpoint of ours put there."""
+    """Return the names in a directory that fullshard's checkpoints did not put there."""
     if not path.is_dir():
         return []
     if isinstance(path, ObjectPath):  # which may hold the remains of a killed save
@@ -375,7 +389,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _names_of_hooks(path: Location) -> set[str]:
-    """Return the names in a checkpoint that a script's hooks put there."""
+    """Return the names in a checkpoint that the hooks of a script put there."""
     if not (path / _HOOKS).is_file():
         return set()
     try:

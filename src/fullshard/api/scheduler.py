@@ -1,8 +1,9 @@
-"""The learning-rate scheduler a script holds after `prepare`: it steps with the optimizer.
+"""Define the learning-rate scheduler that `prepare` returns, which steps with the optimizer.
 
-As Accelerate has it, it steps once per *rank* and optimizer step, unless loaders split their batches over the ranks: a
-schedule is counted in batches of the loader that the script made, which are shared out among the ranks. So a script
-computes the length of its schedule from the loader as it was before `prepare`, and need not know the number of ranks.
+As in Accelerate, it steps once per *rank* and optimizer step, unless loaders split their batches over the ranks. The
+reason is that a script counts its schedule in batches of the original loader, and these are distributed over the ranks.
+The script can therefore compute the length of its schedule from the loader before `prepare`, without knowing the number
+of ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from fullshard.engine.parameter import sharded_parameters
 
 
 class AcceleratedScheduler:
-    """Wraps a scheduler (anything with `step` and `state_dict`).
+    """Wrap a scheduler (any object with `step` and `state_dict`).
 
-    It takes `steps` of the schedule for each step of the optimizers that none of them skipped; without `with_optimizer`
-    one at every call.
+    The schedule advances by `steps` at each optimizer step, unless an optimizer skipped that step. Without
+    `with_optimizer` it advances by one at every call.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class AcceleratedScheduler:
         """Advance the schedule if the optimizers have just stepped.
 
         Raises:
-            OptimizerError: it is the schedule of another optimizer.
+            OptimizerError: the schedule belongs to an optimizer that was not prepared.
         """
         if not self._is_checked:
             self._check_optimizer()
@@ -58,7 +59,10 @@ class AcceleratedScheduler:
                     self.scheduler.step(*args, **kwargs)
 
     def _check_optimizer(self) -> None:
-        """Check at the first step that the schedule is of an optimizer that trains: by then all are prepared."""
+        """Check that the schedule belongs to a prepared optimizer.
+
+        This happens at the first step, because all objects are prepared by then.
+        """
         held = getattr(self.scheduler, "optimizer", None)
         if isinstance(held, Optimizer) and self.optimizers and not sharded_parameters(held):
             groups = {id(group) for optimizer in self.optimizers for group in optimizer.param_groups}
