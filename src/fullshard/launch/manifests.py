@@ -29,7 +29,7 @@ def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
     if kind not in writers:
         raise ConfigError(
             f"--print must be slurm, kubernetes or trainjob, got {kind!r}",
-            hint="use for example --print slurm",
+            hint="use one of these, for example --print slurm",
         )
     flags = [word for name, words in line.given if name not in _PLACED_OTHERWISE for word in words]
     return writers[kind](flags, [str(line.target), *line.arguments], plan, _name(str(line.target)))

@@ -226,7 +226,7 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
         if name not in seconds or not 0 < number < _MOST_SECONDS:
             raise ConfigError(
                 f"rdzv_conf must contain join_timeout=SECONDS or last_call_timeout=SECONDS, got {item!r}",
-                hint="remove the other settings, which belong to rendezvous backends that fullshard does not use",
+                hint="remove the other settings, because they belong to rendezvous backends that are not used here",
             )
         seconds[name] = number
     return seconds["join_timeout"], seconds["last_call_timeout"]

@@ -139,7 +139,7 @@ class Job(View):
             )
         if self.loss_chunk is not None and self.loss != "fused":
             raise ConfigError(
-                f"loss_chunk requires loss fused, but loss is {self.loss}, which computes all logits at once",
+                f"loss_chunk requires loss fused, but loss is {self.loss}, which computes all logits together",
                 hint="use loss fused",
             )
         if self.planned_optimizer.matrix and self.on_host.optimizer_state and not self.on_host.main_weights:
