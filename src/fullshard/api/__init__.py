@@ -1,4 +1,4 @@
-"""The names that users import: Accelerate's, and one call for loops of one's own."""
+"""The names that users import: Accelerate's own, and one function for scripts with their own training loop."""
 
 from fullshard.api.accelerator import Accelerator, listen
 from fullshard.api.accelerator_state import PartialState

@@ -1,4 +1,4 @@
-"""Accelerate's own plugin objects, read as fullshard's."""
+"""Convert Accelerate's plugin objects to fullshard's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
-    """Return Accelerate's plugin as fullshard's. A field that has Accelerate's own default counts as left open."""
+    """Convert Accelerate's plugin to fullshard's. Treat a field as unset if it has Accelerate's default."""
     untouched, chosen = type(plugin)(fsdp_version=plugin.fsdp_version), {}
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
         value = _translated(plugin, field.name)
@@ -32,7 +32,7 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
 
 
 def _translated(plugin: Any, name: str) -> Any:
-    """Return a field of Accelerate's plugin; by name, a policy that is the bare function, which it makes a partial."""
+    """Return a field of Accelerate's plugin. Name the wrap policy if it is the bare function that Accelerate wraps."""
     named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
     value = getattr(plugin, name, None)
     return named.get(getattr(value, "__name__", ""), value) if name == "auto_wrap_policy" else value
@@ -47,7 +47,7 @@ def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
-    """Return the settings of Accelerate's `TorchDynamoPlugin` under its launcher's names; none without a backend."""
+    """Return the settings of a `TorchDynamoPlugin`, keyed by the launcher's option names: empty without a backend."""
     if plugin is None:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):
@@ -67,12 +67,12 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
 
 
 def tensor_parallel_size(config: Any) -> int:
-    """Return the ranks of a tensor-parallel group, by the `ParallelismConfig`; 1 without."""
+    """Return the number of ranks in a tensor-parallel group: 1 if there is no `ParallelismConfig`."""
     return getattr(config, "tp_size", None) or 1
 
 
 def parallelism(config: Any, plugin: Reading) -> Reading:
-    """Return the strategy of a `ParallelismConfig`; freeing parameters after forward is the plugin's matter."""
+    """Return the strategy that a `ParallelismConfig` sets. Only the plugin decides whether forward frees parameters."""
     reading = Reading()
     if config is None:
         return reading

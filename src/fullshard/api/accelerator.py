@@ -1,4 +1,4 @@
-"""`Accelerator`: Accelerate's names over fullshard's engine. Methods validate and delegate.
+"""`Accelerator`: Accelerate's interface to fullshard's engine. Methods validate and delegate.
 
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -10,9 +10,9 @@
             scheduler.step()
             optimizer.zero_grad()
 
-What differs from Accelerate, each time to be right where it is not: every micro-batch is reduced into the sharded
-gradient, so accumulation costs no memory; gradients are reduced in float32; units are found without being told; a
-checkpoint is complete or not there.
+Four differences from Accelerate fix its shortcomings: every micro-batch is reduced into the sharded gradient, so
+accumulation costs no memory; gradients are reduced in float32; units are found automatically; and a checkpoint is
+either complete or absent.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
 
 
 def listen(make: Callable[[Accelerator], Listener | None]) -> None:
-    """Have `make` called with every Accelerator that is made; what it returns hears of all that is prepared there."""
+    """Call `make` with every new Accelerator. The listener that it returns is called after each object is prepared."""
     _LISTENERS.append(make)
 
 
@@ -74,36 +74,36 @@ class Accelerator(Loaders, Reporting):
     """Trains a script's models sharded, on any number of ranks.
 
     Args:
-        device_placement: put batches on the device.
-        split_batches: a loader's batch size is that of all ranks together.
-        mixed_precision: `no`, `fp32`, `bf16` or `fp16`. Default: the launcher's.
-        gradient_accumulation_steps: micro-batches per optimizer step; 1 leaves them to the launcher's configuration.
-        cpu: compute on the CPU although there is an accelerator.
-        dataloader_config: `DataLoaderConfiguration`; replaces `split_batches`.
-        fsdp_plugin: `FullyShardedDataParallelPlugin`, fullshard's or Accelerate's; a `ShardingConfig`, or a dict for
-            one; or a `RunConfig`, which has every setting. What it leaves out is taken from the launcher: `fullshard
-            launch`, or `accelerate launch` with its variables. Without one: FULL_SHARD with units found automatically.
-        log_with: trackers, by name (`all`: every one that is installed) or as objects; Accelerate's own.
-        rng_types: generators made equal over the ranks at the start of every epoch: `torch`, `cuda`; samplers
-            (`generator`) always are.
+        device_placement: whether to move batches to the device.
+        split_batches: whether a loader's batch size counts the samples of all ranks together.
+        mixed_precision: `no`, `fp32`, `bf16` or `fp16`. Defaults to the launcher's setting.
+        gradient_accumulation_steps: micro-batches per optimizer step; 1 uses the launcher's setting.
+        cpu: compute on the CPU even if there is an accelerator.
+        dataloader_config: a `DataLoaderConfiguration`; replaces `split_batches`.
+        fsdp_plugin: a `FullyShardedDataParallelPlugin` (fullshard's or Accelerate's), a `ShardingConfig` or a dict of
+            its settings, or a `RunConfig`, which has every setting. Settings that it leaves out come from `fullshard
+            launch` or from the variables of `accelerate launch`. The default is FULL_SHARD with units found
+            automatically.
+        log_with: Accelerate's trackers, by name (`all` selects every installed one) or as objects.
+        rng_types: generators that all ranks seed equally at the start of every epoch: `torch`, `cuda`. Samplers
+            (`generator`) are always seeded.
         project_dir, project_config: where `save_state` writes.
-        gradient_accumulation_plugin: `GradientAccumulationPlugin`; replaces `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: schedulers step with the optimizer, once for each rank unless batches are split;
-            False: once at every call.
-        step_scheduler_once: schedulers step once per optimizer step, at any number of ranks. Not in Accelerate.
-        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
-            `DistributedDataParallelKwargs` have no effect, which is said.
-        dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
-            launcher's.
-        dynamo_plugin: Accelerate's `TorchDynamoPlugin`: the backend, and how it compiles.
-        parallelism_config: `ParallelismConfig`: ranks per replica, replicas, and ranks
-            over which the script splits layers (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`)
-            before it calls `prepare`.
-        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: Accelerate's other arguments; anything
-            but None is an error that gives the reason.
+        gradient_accumulation_plugin: a `GradientAccumulationPlugin`; replaces `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: step schedulers with the optimizer, once for each rank unless batches are split.
+            If False, step once at every call.
+        step_scheduler_once: step schedulers once per optimizer step, on any number of ranks. Not in Accelerate.
+        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs` or `ProfileKwargs`.
+            `DistributedDataParallelKwargs` have no effect; a note reports this.
+        dynamo_backend: the `torch.compile` backend that compiles every unit's forward; `no` turns compilation off.
+            Defaults to the launcher's setting.
+        dynamo_plugin: Accelerate's `TorchDynamoPlugin`, which sets the backend and its options.
+        parallelism_config: a `ParallelismConfig`: ranks per replica, replicas, and ranks over which the script splits
+            layers (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`) before it calls `prepare`.
+        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: Accelerate's other arguments. Any
+            value except None raises an error that gives the reason.
 
     Raises:
-        ConfigError: a setting that is wrong or not supported.
+        ConfigError: a setting is wrong or not supported.
     """
 
     _accumulates = True
@@ -188,7 +188,7 @@ class Accelerator(Loaders, Reporting):
         self._listeners = [listener for make in _LISTENERS if (listener := make(self)) is not None]
 
     def _make_gradient_state(self, plugin: Any) -> GradientState:
-        """Make the gradient state, with micro-batches per step by the script's plugin or by the settings."""
+        """Create the gradient state. The script's plugin or the settings give the number of micro-batches per step."""
         plugin = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
         steps = 1 if plugin.num_steps is None else plugin.num_steps
         if self._accumulates:
@@ -224,20 +224,20 @@ class Accelerator(Loaders, Reporting):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Return whether an optimizer left out its last step: a scaled gradient overflowed, or one was not finite."""
+        """Return whether an optimizer skipped its last step because a gradient overflowed in fp16 or was not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     # -- prepare ------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard models, and make everything else fit them. Any order, any mix, in one call or several.
+        """Shard models, and adapt the other objects to them. Accept any order and mix, in one call or several.
 
         Args:
-            objects: models, optimizers, data loaders, schedulers; other objects are returned as they are.
-            device_placement: per object, whether batches of a loader go to the device.
+            objects: models, optimizers, data loaders and schedulers. Other objects are returned unchanged.
+            device_placement: one entry per object: whether the batches of a loader are moved to the device.
 
         Returns:
-            The prepared objects in the same order; a single one is not put into a tuple.
+            The prepared objects in the same order, or the object itself if there is only one.
         """
         placement = device_placement or [self.device_placement] * len(objects)
         if len(placement) != len(objects):
@@ -264,12 +264,12 @@ class Accelerator(Loaders, Reporting):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Shard a model in place, and re-point optimizers prepared earlier to it. One that is sharded is left as it is.
+        """Shard a model in place, and re-point optimizers prepared earlier to it. Leave a sharded model unchanged.
 
         Args:
             model: the model.
-            device_placement: must not be False: a sharded model lives on the rank's device.
-            evaluation_mode: the model is only used for inference; it is sharded all the same.
+            device_placement: must not be False, because a sharded model must be on the rank's device.
+            evaluation_mode: whether the model is used only for inference. The model is sharded in either case.
         """
         if device_placement is False:
             raise ConfigError("device_placement=False: a sharded model lives on the rank's device")
@@ -299,9 +299,9 @@ class Accelerator(Loaders, Reporting):
         """Re-point an optimizer to the sharded parameters, and make it step at the end of an accumulation.
 
         Raises:
-            OptimizerError: it needs whole matrices, so it would be wrong on slices; or it is to step in backward and
-                cannot.
-            ConfigError: a second optimizer in fp16.
+            OptimizerError: the optimizer needs whole matrices, so it would be wrong on slices; or it is configured to
+                step in backward but cannot.
+            ConfigError: this is a second optimizer in fp16.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer.scaler = self.scaler  # instead of another Accelerator's
@@ -326,7 +326,7 @@ class Accelerator(Loaders, Reporting):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step with the optimizer: once for each rank; see `AcceleratedScheduler`."""
+        """Make a scheduler step with the optimizer, once for each rank. See `AcceleratedScheduler`."""
         if isinstance(scheduler, AcceleratedScheduler):
             self._remember(scheduler, self._schedulers)
             return scheduler
@@ -353,25 +353,25 @@ class Accelerator(Loaders, Reporting):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Wrap each micro-batch. Every `gradient_accumulation_steps`-th one, and the last of an epoch, ends a step.
 
-        Each micro-batch's gradients are reduced into the sharded gradient at once, so accumulation costs no memory.
+        Each micro-batch's gradients are immediately reduced into the sharded gradient, so accumulation costs no memory.
         `no_sync` trades memory for less communication.
 
         Args:
-            models: not needed; accepted as Accelerate has them.
+            models: not used; accepted for compatibility with Accelerate.
         """
         self.gradient_state.begin_micro_batch()
         yield
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep gradients unsharded and local inside; the first backward outside reduces their sum."""
+        """Keep gradients unsharded and local inside the block. The first backward outside it reduces their sum."""
         with no_sync(model) if is_sharded(model) else contextlib.nullcontext():
             yield
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Make backward reduce gradients within the block, although a `no_sync` is around it."""
+        """Make backward reduce gradients within the block, even inside a `no_sync` block."""
         with with_sync(model) if is_sharded(model) else contextlib.nullcontext():
             yield
 
@@ -379,15 +379,15 @@ class Accelerator(Loaders, Reporting):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Do nothing: there is no context parallelism, and an Accelerator that is asked for it is an error."""
+        """Do nothing. fullshard has no context parallelism, and an Accelerator that requests it raises an error."""
         yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Run backward of the loss, divided by the accumulation steps and, in fp16, scaled.
+        """Run backward on the loss, divided by the accumulation steps and, in fp16, scaled.
 
         Args:
             loss: a scalar, the mean over this rank's micro-batch.
-            options: passed to `Tensor.backward`.
+            options: keyword arguments for `Tensor.backward`.
         """
         if self.sync_gradients:
             self._saver.check()
@@ -397,7 +397,7 @@ class Accelerator(Loaders, Reporting):
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale, in fp16; nothing otherwise, and nothing the second time in a step."""
+        """Divide gradients by the loss scale in fp16, at most once per step. Do nothing in other modes."""
         chosen = self._optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
             if not isinstance(one, AcceleratedOptimizer):
@@ -407,10 +407,10 @@ class Accelerator(Loaders, Reporting):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients to a norm of at most `max_norm` over all ranks, at the end of a step; before it only measure.
+        """Scale gradients to a norm of at most `max_norm` over all ranks at the end of a step. Otherwise, only measure.
 
         Returns:
-            The norm before, the same on every rank.
+            The norm before scaling, which is the same on every rank.
 
         Raises:
             ConfigError: `training.step_in_backward` is set.
@@ -423,7 +423,7 @@ class Accelerator(Loaders, Reporting):
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value], at the end of a step."""
+        """Clamp every gradient element to [-clip_value, clip_value] at the end of a step."""
         self._check_clipping()
         if self.sync_gradients:
             self.unscale_gradients()
@@ -443,12 +443,12 @@ class Accelerator(Loaders, Reporting):
             yield
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the model itself: it was sharded in place. Unwraps a module made by `torch.compile` if asked.
+        """Return the model itself, because it was sharded in place. Unwrap a module made by `torch.compile` on request.
 
         Args:
-            model: a prepared model; of another one what DataParallel or DistributedDataParallel is around.
-            keep_fp32_wrapper: False also takes back the autocast around its forward.
-            keep_torch_compile: False gives the module inside one that `torch.compile` made.
+            model: a prepared model, or one inside DataParallel or DistributedDataParallel, which is unwrapped.
+            keep_fp32_wrapper: if False, also remove the autocast around the model's forward.
+            keep_torch_compile: if False, return the module inside one that `torch.compile` made.
         """
         inner = torch_private.inside_compiled(model)
         if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -460,7 +460,7 @@ class Accelerator(Loaders, Reporting):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything prepared. Returns one None per object, to overwrite the caller's references with."""
+        """Forget all prepared objects. Return one None per argument, so that callers can overwrite their references."""
         vars(self).update(self._nothing_prepared())
         self.step = 0
         if self.device.type != "cpu" and devices.counts_memory(self.device.type):  # else torch has nothing to give back
@@ -470,7 +470,7 @@ class Accelerator(Loaders, Reporting):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Finish trackers, wait for all ranks and a checkpoint that is being written, and leave the process group."""
+        """Finish trackers, wait for all ranks and any checkpoint being written, and leave the process group."""
         try:
             for tracker in self.trackers:  # on the main process alone: what fails there is no other's business
                 tracker.finish()
@@ -487,13 +487,13 @@ class Accelerator(Loaders, Reporting):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _configured(self) -> RunConfig:
-        """Return the configuration as the plugin says it now: scripts change it at any time."""
+        """Return the configuration with the plugin's current values, because scripts can change them at any time."""
         if self._theirs is not None:
             self._told = take_changes(self.fsdp_plugin, self._theirs, self._told)
         return run_config(self.fsdp_plugin, self._given, self._parallelism)
 
     def _take_changes(self) -> None:
-        """Take what a script has changed on the plugin, as Accelerate's `prepare` does."""
+        """Apply a script's changes to the plugin, as Accelerate's `prepare` does."""
         if (config := self._configured()) == self._config:
             return
         mode = config.precision.mode
@@ -515,19 +515,19 @@ class Accelerator(Loaders, Reporting):
         return torch.amp.GradScaler(self.device.type, **options)
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer step there if that is wanted and it holds something sharded by now."""
+        """Make the optimizer step in backward if configured, once at least one of its parameters is sharded."""
         if self.steps_in_backward and sharded_parameters(optimizer):
             step_in_backward(optimizer)
 
     @property
     def steps_in_backward(self) -> bool:
-        """Return whether optimizers update buckets within backward, which leaves no gradient to look at after it."""
+        """Return whether optimizers update buckets within backward, so that no gradients remain after it."""
         return self._config.training.step_in_backward
 
     def _check_clipping(
         self, what: str = "gradients cannot be clipped", where: str = "leave clipping out of the script"
     ) -> None:
-        """Refuse to clip gradients that are used up within backward, before their norm is known."""
+        """Raise an error if backward consumes gradients, because clipping needs the norm of all of them."""
         if self.steps_in_backward:
             raise ConfigError(
                 f"{what}: training.step_in_backward uses each gradient up within backward, before the norm of all of "

@@ -1,8 +1,8 @@
-"""The facts that scripts read from `accelerator.state`, and that Accelerate's own helpers are told.
+"""The state that scripts read from `accelerator.state`, and that Accelerate's own helpers use.
 
-`accelerate.utils.gather`, `get_logger`, `set_seed(device_specific=True)`, `PartialState()` and more read one state per
-process, in `accelerate.state`. Without being told they would see one process, on every rank, wherever Accelerate finds
-no accelerator.
+`accelerate.utils.gather`, `get_logger`, `set_seed(device_specific=True)`, `PartialState()` and others read one state
+per process, in `accelerate.state`. If fullshard did not fill that in, they would assume a single process on every rank
+wherever Accelerate finds no accelerator.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TOLD: list[PartialState] = []
 
 
 class PartialState(Processes):
-    """Hold the process's place in the job, under Accelerate's names. The first one made joins the job.
+    """Hold the process's rank and job information under Accelerate's names. The first instance joins the job.
 
     Args:
-        cpu: compute on the CPU although there is an accelerator. Counts for the first that is made in a process.
+        cpu: compute on the CPU even if there is an accelerator. Only the first instance in a process uses this.
         timeout: how long a collective waits for the other ranks.
     """
 
@@ -45,7 +45,7 @@ class PartialState(Processes):
 
     @property
     def debug(self) -> Any:
-        """Return whether Accelerate's collectives compare the ranks' values; fullshard's always do."""
+        """Return whether Accelerate's collectives compare the ranks' values. fullshard's collectives always do."""
         return theirs.PartialState._shared_state.get("debug", parse_flag_from_env("ACCELERATE_DEBUG_MODE"))
 
     @debug.setter
@@ -56,16 +56,16 @@ class PartialState(Processes):
 
     @property
     def backend(self) -> str | None:
-        """The backend of the process group; None without one."""
+        """Return the backend of the process group, or None if there is no group."""
         return dist.get_backend() if dist.is_initialized() else None
 
     @property
     def fork_launched(self) -> Any:
-        """Return whether this process is one of a notebook's."""
+        """Return whether a notebook launcher started this process."""
         return parse_flag_from_env("FORK_LAUNCHED")
 
     def tell_accelerate(self) -> dict[str, Any]:
-        """Write the state where the instances of Accelerate's class, made or to be made, all look; return it."""
+        """Write the state to the dict that all instances of Accelerate's class share, and return it."""
         _TOLD[:] = [self]
         names = ("backend", "device", "debug", "num_processes", "process_index", "local_process_index", "fork_launched")
         # Without a process group its collectives must do nothing.
@@ -82,7 +82,7 @@ def _replace(kind: Any, state: dict[str, Any]) -> None:
 
 
 class AcceleratorState(PartialState):
-    """Hold the process's place in the job and how models are trained, under Accelerate's names."""
+    """Hold the process's rank and job information and the training settings, under Accelerate's names."""
 
     deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = device_mesh = None
     _known_attrs = theirs.AcceleratorState._known_attrs
@@ -121,17 +121,17 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the state, as Accelerate's tests do between two Accelerators."""
+        """Reset the state, as Accelerate's tests do between two Accelerators."""
         theirs.AcceleratorState._reset_state(reset_partial_state)
         _TOLD.clear()
 
     def check_current(self) -> None:
-        """Refuse to go on after a reset, when Accelerate's helpers would see one process, by Accelerate's error."""
+        """Raise Accelerate's error after a reset, when Accelerate's helpers would assume a single process."""
         if not _TOLD or not theirs.AcceleratorState._shared_state:
             theirs.AcceleratorState.__getattr__(self, "distributed_type")
 
     def tell_accelerate(self) -> dict[str, Any]:
-        """Write the state where the instances of both of Accelerate's classes look; return it."""
+        """Write the state to the dicts that both of Accelerate's classes share, and return it."""
         state = super().tell_accelerate()
         state |= {"deepspeed_plugins": None, "torch_tp_plugin": None, "device_mesh": None}
         state |= {name: getattr(self, name) for name in ("parallelism_config", "dynamo_plugin", "fsdp_plugin")}
@@ -141,7 +141,7 @@ class AcceleratorState(PartialState):
 
 
 def _arrived(fields: dict[str, Any]) -> AcceleratorState:
-    """Return the state of a pickled Accelerator, where it is unpickled."""
+    """Return the state for an Accelerator that is being unpickled in this process."""
     if _TOLD and isinstance(_TOLD[0], AcceleratorState):
         return _TOLD[0]
     state = AcceleratorState.__new__(AcceleratorState)  # of a process that joins no job, such as a loader's worker

@@ -1,6 +1,6 @@
-"""Measure this machine for the planner, by processes as training has them: products, memory and collectives.
+"""Measure this machine's matrix products, memory and collectives for the planner, in processes like training's.
 
-They run `python -m fullshard.api.calibration FILE`.
+The processes run `python -m fullshard.api.calibration FILE`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECONDS = 0.4
 
 
 def calibrate(path: Path) -> Device:
-    """Measure this machine with one process per device (on a CPU: two) and write the figures to `path`, a `.json`."""
+    """Measure this machine with one process per device (two on a CPU), and write the figures to a `.json` file."""
     path = local_path(path)
     device = current()
     nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()
@@ -49,7 +49,7 @@ def calibrate(path: Path) -> Device:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds until the device has done the work."""
+    """Return the seconds that the device takes to finish the work."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -58,7 +58,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """Return the `amount` per second that `work` gets through: the median of several runs, after a warm-up."""
+    """Return the `amount` per second that `work` processes: the median of several runs after a warm-up."""
     work()
     times: list[float] = []
     end = time.monotonic() + SECONDS
@@ -68,14 +68,14 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device) -> fl
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the FLOP per second of a trained linear layer: three products, two of them across an operand's rows."""
+    """Measure the FLOP/s of training a linear layer: three products, two of them with a transposed operand."""
     side = 1024 if device.type == "cpu" else 8192
     data, weight, gradient = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     return _rate(lambda: (data @ weight.t(), gradient @ weight, gradient.t() @ data), 6 * side**3, device)
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Measure an elementwise operation that no cache holds, in the process's own memory: bytes per second."""
+    """Measure the bytes per second of an elementwise operation on process memory that is too large for any cache."""
     nbytes = 2**26 if device.type == "cpu" else 2**30
     source = torch.zeros(nbytes // 4, device=device)
     target = torch.zeros_like(source)
@@ -85,7 +85,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 def _link(mesh: Mesh) -> float:
     """Return the bytes per second that one process sends in an all-gather and a reduce-scatter.
 
-    Where ranks share memory, an all-gather takes no time of its own, and it is the figure of a reduce-scatter.
+    Where ranks share memory, an all-gather takes no time, so the figure is for a reduce-scatter only.
     """
     if mesh.shard_size == 1:
         return _memory_bandwidth(mesh.device)
@@ -107,9 +107,9 @@ def _link(mesh: Mesh) -> float:
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of work that all ranks begin together: the median of a few rounds, the first left out.
+    """Return the seconds of work that all ranks start together: the median of several rounds after a warm-up.
 
-    A fixed number of rounds: all ranks must agree on it.
+    The number of rounds is fixed, because all ranks must agree on it.
     """
     times = []
     for _ in range(8):
@@ -129,7 +129,7 @@ def _device_memory(device: torch.device, per_host: int) -> int:
 
 
 def measure() -> Device:
-    """Measure with all ranks of this job; every rank gets its own figures."""
+    """Measure with all ranks of this job. Every rank returns its own figures."""
     mesh = init_mesh()
     is_cpu = mesh.device.type == "cpu"
     flops, flops_fp32 = _flops(torch.bfloat16, mesh.device), _flops(torch.float32, mesh.device)

@@ -1,4 +1,4 @@
-"""Saving and loading, as the Accelerator offers it. What goes into a checkpoint, and where, is in `api.saving`."""
+"""The Accelerator's methods for saving and loading. `api.saving` defines the contents and layout of a checkpoint."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Checkpointing(Facts):
 
     @staticmethod
     def _remember(value: Any, prepared: list[Any]) -> None:
-        """Add an object that is prepared once more, after `free_memory` forgot it, to the others."""
+        """Add an object to the prepared ones again if it is prepared after `free_memory` dropped it."""
         if not any(value is other for other in prepared):
             prepared.append(value)
 
@@ -73,19 +73,19 @@ class Checkpointing(Facts):
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Make `save_state` call `hook(models, weights, directory)` on every rank; the handle takes it back.
+        """Make `save_state` call `hook(models, weights, directory)` on every rank. The returned handle removes it.
 
-        It is called when the checkpoint is complete, and may put files and directories of its own beside it. As with
-        Accelerate's FSDP, `weights` is empty: the models' weights are in the checkpoint.
+        The hook runs when the checkpoint is complete, and may add files and directories next to it. As with
+        Accelerate's FSDP, `weights` is empty, because the models' weights are in the checkpoint.
         """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Make `load_state` call `hook(models, directory)` on every rank before it loads; the handle takes it back.
+        """Make `load_state` call `hook(models, directory)` on every rank before it loads. The handle removes the hook.
 
-        As with Accelerate's FSDP, `models` is empty: their weights come from the checkpoint.
+        As with Accelerate's FSDP, `models` is empty, because their weights come from the checkpoint.
         """
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
@@ -101,20 +101,21 @@ class Checkpointing(Facts):
         """Save models, optimizers, schedulers, scaler, loader positions, random states and registered objects.
 
         Args:
-            output_dir: directory to create, or a URL of an object store (`s3://bucket/run/step-10`); an earlier
-                checkpoint there is replaced once the new one is complete. With `automatic_checkpoint_naming` it is
-                `project_dir/checkpoints/checkpoint_N` instead.
-            safe_serialization: no effect, as with Accelerate's FSDP: a checkpoint holds no pickles. False warns.
-            wait: whether training waits until it is written. If not, an error is raised by the `backward` that ends a
-                step, by the next `save_state` or by `end_training`. Default: as `async_save` of the project or of the
-                configuration says; without either it waits.
+            output_dir: directory to create, or a URL of an object store (`s3://bucket/run/step-10`). An earlier
+                checkpoint there is replaced once the new one is complete. With `automatic_checkpoint_naming`, the
+                directory is `project_dir/checkpoints/checkpoint_N` instead.
+            safe_serialization: has no effect, as with Accelerate's FSDP, because checkpoints contain no pickles. False
+                warns.
+            wait: whether training waits until the checkpoint is written. If not, an error is raised later by the
+                `backward` that ends a step, by the next `save_state` or by `end_training`. By default, `async_save` of
+                the project or of the configuration decides; if neither is set, training waits.
 
         Returns:
             The directory.
 
         Raises:
-            ConfigError: no directory, or a way of saving that is not supported.
-            CheckpointError: nothing new is left there.
+            ConfigError: there is no directory, or this way of saving is not supported.
+            CheckpointError: saving failed, and no new checkpoint exists.
         """
         if not safe_serialization:
             what = "save_state(safe_serialization=False) has no effect: a checkpoint holds no pickles"
@@ -161,17 +162,17 @@ class Checkpointing(Facts):
         strict: bool = True,
         map_location: Any = None,
     ) -> None:
-        """Load the state that `save_state` wrote, at any number of ranks, into the same prepared objects.
+        """Load the state that `save_state` wrote, on any number of ranks, into the same prepared objects.
 
         Args:
-            input_dir: the directory; None: the newest complete one under `project_dir/checkpoints`.
-            load_kwargs: must be empty: nothing is unpickled, so `torch.load` has nothing to be told.
-            strict: must not be False: a checkpoint that lacks weights, or holds others, is refused.
-            map_location: no choice: loaded values go where the prepared object is.
+            input_dir: the directory. None selects the newest complete one under `project_dir/checkpoints`.
+            load_kwargs: must be empty, because nothing is unpickled and `torch.load` is not called.
+            strict: must not be False. A checkpoint with missing or unexpected weights is refused.
+            map_location: has no effect. Loaded values go to the device of the prepared object.
 
         Raises:
-            ConfigError: no directory, `strict=False`, or arguments for `torch.load`.
-            CheckpointError: there is none, it is damaged, or it is of other objects.
+            ConfigError: there is no directory, or `strict=False` or arguments for `torch.load` were passed.
+            CheckpointError: the checkpoint is missing or damaged, or belongs to other objects.
         """
         if not strict:
             raise ConfigError(
@@ -197,15 +198,15 @@ class Checkpointing(Facts):
             config.iteration = saving.number_after(path, config)
 
     def keep_copy(self, step: int) -> None:
-        """Renew the copies of the state in host memory that `max_lost_steps` asks for; do nothing if it asks for none.
+        """Update the copies of the state in host memory that `max_lost_steps` requests. Do nothing if it is not set.
 
-        Call it on every rank after each optimizer step. They hold the same state that `save_state` saves.
+        Call this on every rank after each optimizer step. The copies hold the same state that `save_state` saves.
 
         Args:
-            step: of the run, the one that is done.
+            step: the number of the step that the run has just finished.
 
         Raises:
-            ConfigError: fullshard's launcher has not started this process, or several models are prepared.
+            ConfigError: fullshard's launcher did not start this process, or several models are prepared.
             CheckpointError: there is too little memory.
         """
         if (copies := self._memory_copies()) is not None:
@@ -213,13 +214,13 @@ class Checkpointing(Facts):
             copies.after_step(step, **saving.only_part(state), extra={"accelerator": state.extra})
 
     def load_copy(self) -> int | None:
-        """Go on from copies in host memory after a restart; return the step behind them, None if there are none.
+        """Restore the copies in host memory after a restart. Return the last step they include, or None without copies.
 
-        Call it on every rank once all is prepared. Loaders go on where they were, in the middle of an epoch too.
+        Call this on every rank after everything is prepared. Loaders continue at their position, even within an epoch.
 
         Raises:
-            ConfigError: as for `keep_copy`.
-            CheckpointError: they are of other objects.
+            ConfigError: see `keep_copy`.
+            CheckpointError: the copies belong to other objects.
         """
         copies, state = self._memory_copies(), self._training_state()
         found = None if copies is None else copies.load(**saving.only_part(state))
@@ -237,10 +238,10 @@ class Checkpointing(Facts):
         return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective.
+        """Return all unsharded parameters and buffers in host memory on rank 0; empty on other ranks. A collective.
 
-        With LOCAL_STATE_DICT instead, without any communication, what this rank holds: flat slices, most of them empty
-        at large world sizes, which only the same layout can make use of.
+        With LOCAL_STATE_DICT, return this rank's shards without any communication. They are flat slices, most of them
+        empty at large world sizes, and only the same layout can load them.
         """
         if self._state_dict_type() == "LOCAL_STATE_DICT":
             return local_state_dict(model)
@@ -253,28 +254,28 @@ class Checkpointing(Facts):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the whole model into a directory. A collective.
+        """Write the unsharded model to a directory. A collective.
 
         Args:
-            model: a prepared one.
-            save_directory: which may exist.
-            max_shard_size: of a file, in bytes or as `5GB`.
-            safe_serialization: as safetensors, a tensor at a time, with its configuration if it has one. False: as
-                `pytorch_model.bin`, all of which the main process's host holds at once.
+            model: a prepared model.
+            save_directory: the directory, which may exist.
+            max_shard_size: the maximum size of a file, in bytes or as a string such as `5GB`.
+            safe_serialization: write safetensors, one tensor at a time, with the model's configuration if it has one.
+                If False, write `pytorch_model.bin`, which must fit into the main process's host memory.
 
         Raises:
-            ConfigError: adapters with `safe_serialization=False`.
+            ConfigError: the model has adapters and `safe_serialization=False`.
         """
         directory = local_path(save_directory)
         saving.save_model(model, directory, max_shard_size, self.process.environment, safe=safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object on the main process: `torch.save`, or safetensors for a dict of tensors; never half of it."""
+        """Write an object on the main process, atomically, by `torch.save` or as safetensors for a dict of tensors."""
         if self.is_main_process:
             saving.save_object(obj, local_path(f), safe=safe_serialization)
 
     def _state_dict_type(self) -> str:
-        """Return the form that a script asked for; with FULL_STATE_DICT `save_state` also writes the whole weights."""
+        """Return the requested kind of state dict. With FULL_STATE_DICT, `save_state` also writes unsharded weights."""
         return self._configured().checkpoint.state_dict_type
 
     def _training_state(self) -> saving.TrainingState:

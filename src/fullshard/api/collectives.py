@@ -1,7 +1,7 @@
 """Collectives on nested structures of tensors, for metrics and control flow. Identities in a single process.
 
-These serve a few values per step or epoch, so they check what the engine's own collectives need not: that every rank
-brings the same shapes.
+These handle a few values per step or epoch, so they check something that the engine's collectives need not check: that
+every rank passes the same shapes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Reduction = Literal["sum", "mean", "max", "none"]
 
 
 def world_size() -> int:
-    """Return the number of ranks of the default process group; 1 without one."""
+    """Return the number of ranks in the default process group, or 1 if there is no group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Return this rank in the default process group; 0 without one."""
+    """Return this process's rank in the default process group, or 0 if there is no group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -43,7 +43,7 @@ def broadcast_object(value: T) -> T:
 
 
 def scatter_objects(values: list[T] | None) -> T:
-    """Return this rank's item of rank 0's `values`, one for each rank. The other ranks give None."""
+    """Return this rank's item of rank 0's `values`, which has one item per rank. The other ranks pass None."""
     if world_size() == 1:
         assert values is not None  # noqa: S101 -- this is rank 0
         return values[0]
@@ -64,9 +64,9 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note: Any = None) -> Any:
-    """Return the tensors of all ranks, concatenated along the first dimension in rank order; scalars become 1-D.
+    """Concatenate the tensors of all ranks along the first dimension, in rank order. Scalars become 1-D.
 
-    On several ranks `check` is called with the notes of all of them before.
+    On several ranks, call `check` with the notes of all ranks first.
     """
     if world_size() == 1:
         return recursively_apply(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
@@ -77,7 +77,7 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
 
 
 def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-    """Combine the tensors over all ranks, elementwise, times `scale`."""
+    """Combine the tensors elementwise over all ranks, and multiply the result by `scale`."""
     if reduction not in ("sum", "mean", "max", "none"):
         raise ConfigError(f"unknown reduction {reduction!r}", hint="use sum, mean, max or none")
     if world_size() > 1:
@@ -86,7 +86,7 @@ def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a value: of a DTensor that every rank has whole, the whole."""
+    """Return this rank's part of a tensor: the full tensor for a DTensor that is replicated on every rank."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):
@@ -125,7 +125,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
 
 
 def _check_agreement(data: Any, note: Any = None) -> list[Any]:
-    """Raise if ranks bring different tensors. Returns the notes of all ranks."""
+    """Raise an error if ranks pass different tensors. Return the notes of all ranks."""
     shapes: list[tuple[tuple[int, ...], str]] = []
     recursively_apply(lambda t: shapes.append((tuple(t.shape), str(t.dtype))), data, error_on_other_type=True)
     said = all_gather_object((shapes, note))

@@ -1,4 +1,4 @@
-"""Combine the settings of a script and of its launcher in one `RunConfig`: the script wins, setting by setting."""
+"""Combine the settings of a script and its launcher in one `RunConfig`. The script's settings take precedence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.core.errors import ConfigError
 
 
 def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: Any = None) -> RunConfig:
-    """Return the configuration of this run. A `ParallelismConfig` has the last word on the strategy."""
+    """Return the configuration of this run. A `ParallelismConfig` overrides the strategy."""
     given = {name: value for name, value in arguments.items() if value is not None}
     accelerator, plugins = FLAT.read(entries_of(given, "Accelerator")), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)
@@ -32,7 +32,7 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
 
 
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
-    """Yield a note for each of the Accelerator's own arguments that a setting of the more particular plugin beats."""
+    """Yield a note for each argument of the Accelerator that a plugin setting overrides."""
     for setting in accelerator.settings:
         other = plugins.setting(setting.path)
         if other is not None and other.value != setting.value:

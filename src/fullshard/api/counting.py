@@ -1,4 +1,4 @@
-"""The program that `plan` asks for shapes it does not know: a configuration on stdin, shapes on stdout, as JSON.
+"""The program that `plan` runs to get a model's shapes. It reads a config and writes shapes, both as JSON.
 
 python -m fullshard.api.counting < config.json
 """
@@ -26,7 +26,7 @@ it has one."""
 
 
 def count(values: Mapping[str, Any]) -> ModelShape:
-    """Return the shapes of Transformers' model of a configuration. None of its tensors has memory."""
+    """Return the shapes of the Transformers model that a configuration describes, without allocating its tensors."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**as_numbers(values))
@@ -51,7 +51,7 @@ def count(values: Mapping[str, Any]) -> ModelShape:
 
 
 def as_numbers(value: Any) -> Any:
-    """Return a `config.json`'s values, with floats that JSON lacks: Transformers writes `{"__float__": "Infinity"}`."""
+    """Return a `config.json`'s values with special floats decoded: Transformers writes `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -73,7 +73,7 @@ def _build(transformers: Any, config: Any) -> Any:
 
 
 def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
-    """Return the operations of a unit, by the fields that most configurations share; None if it is no text layer."""
+    """Return the operations of a unit from common configuration fields, or None if the unit is not a text layer."""
     config = _of_layer(unit, config)
 
     def number(*names: str, default: int) -> int:
@@ -105,7 +105,7 @@ def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
 
 
 def _of_layer(unit: UnitShape, config: Any) -> Any:
-    """Return the configuration of one layer, where layers differ (Gemma 4's have heads of two sizes)."""
+    """Return the configuration of one layer, for models with different layers (Gemma 4 has heads of two sizes)."""
     index, layers = unit.name.rpartition(".")[2], getattr(config, "per_layer_config", ())
     return layers[int(index)] if index.isdecimal() and int(index) < len(layers) else config
 
