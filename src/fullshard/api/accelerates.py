@@ -39,7 +39,7 @@ def _translated(plugin: Any, name: str) -> Any:
 
 
 def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Copy to fullshard's plugin what a script has changed on Accelerate's, and return all that the latter says."""
+    """Copy a script's changes to Accelerate's plugin into fullshard's. Return all values that Accelerate's has set."""
     plugin = own_plugin(theirs)
     said = {field.name: plugin.said(field.name) for field in dataclasses.fields(plugin)}
     vars(ours).update({name: value for name, value in said.items() if value != before.get(name, value)})

@@ -1,8 +1,8 @@
-"""A data loader whose batches are divided over the ranks.
+"""A data loader that divides its batches over the ranks.
 
-`ShardedDataLoader` takes any `torch.utils.data.DataLoader` and gives every rank its share of each step, with a number
-of steps that is the same on all ranks (a rank that stopped early would leave the others waiting in a collective). The
-order depends on a seed and the epoch alone, never on the number of ranks, so a run can resume on any number of them.
+`ShardedDataLoader` takes any `torch.utils.data.DataLoader` and gives every rank its share of each step. All ranks take
+the same number of steps, because a rank that stopped early would leave the others waiting in a collective. The order
+depends only on a seed and the epoch, never on the number of ranks, so a run can resume on any number of them.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ _INHERITED = (
 class ShardedDataLoader(DataLoader[Any]):
     """A rank's part of a data loader.
 
-    Every step deals `batch_size` samples to each rank (or `batch_size` samples over all ranks with `split_batches`).
-    An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or is told
-    to leave it uneven; `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of
-    torch's) are seeded with seed + epoch, and so are those that other samplers hold, NumPy's and Python's too, and the
-    global ones, while they draw; their order is rank 0's.
+    Every step deals `batch_size` samples to each rank (or `batch_size` samples over all ranks with `split_batches`). An
+    incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or keeps it
+    uneven; `remainder` is the number of its real samples. Samplers with a `generator` (including all of torch's) are
+    seeded with seed + epoch, and so are NumPy's and Python's generators, generators inside nested samplers, and the
+    global generators while samplers draw. Rank 0's order is used on all ranks.
 
-    The epoch advances after each iteration, by the same rule at any number of ranks: one that came to its end counts;
-    so does one that was broken off, unless an optimizer was prepared and none was to step since it began. That was a
-    look, maybe of one rank alone: the next iteration begins where it began.
+    The epoch advances after each iteration, by the same rule on any number of ranks. A completed iteration counts. An
+    interrupted one also counts, unless an optimizer was prepared and has not stepped since the iteration began. Such an
+    iteration is only a peek, maybe on one rank alone, so the next one starts at the same position.
 
     Args:
         loader: the loader to divide.
         rank: this rank.
         world_size: number of ranks.
-        device: where batches are put; None leaves them where they are.
-        split_batches: the loader's batch size is that of all ranks together.
-        data_seed: base seed of the order; by default that of the loader's own generator, else torch's initial seed.
-        non_blocking: copy to the device without waiting (pays off with pinned memory).
+        device: the device that batches are moved to; None leaves them where they are.
+        split_batches: whether the loader's batch size counts the samples of all ranks together.
+        data_seed: base seed of the order. Defaults to the seed of the loader's generator, or to torch's initial seed.
+        non_blocking: copy to the device without waiting (useful with pinned memory).
         synchronize: called at the start of every epoch, on all ranks.
-        even_batches: fill up an incomplete last step, so that all ranks have as many batches of the same size. It can
-            be changed at any time, as `loader.batch_sampler.even_batches`. Iterable datasets are always even.
-        dispatch_batches: rank 0 reads the batches of all ranks and sends each its own. None: that of an iterable
-            dataset, which may give every rank another order.
+        even_batches: fill up an incomplete last step, so that all ranks have the same number of batches of the same
+            size. Scripts can change `loader.batch_sampler.even_batches` at any time. Iterable datasets are always even.
+        dispatch_batches: rank 0 reads the batches of all ranks and sends each rank its own. None enables this for an
+            iterable dataset, because its order may differ between ranks.
         on_uneven: called at the start of an epoch in which some ranks have more batches than others.
 
     Raises:
-        ConfigError: `split_batches` with a batch size that is not a multiple of the world size, or with batches of the
-            user's own making; or workers that are forked, beside a device that does not bear it.
-        DataError: the loader divides its data over the ranks already.
+        ConfigError: `split_batches` is set, but the batch size is not a multiple of the world size or a custom batch
+            sampler makes the batches; or workers are forked, but the device does not support forking.
+        DataError: the loader already divides its data over the ranks.
     """
 
     def __init__(
@@ -119,26 +119,26 @@ class ShardedDataLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples per step over all ranks (batches per step, if the loader makes batches of no stated size)."""
+        """Return the samples per step over all ranks (or batches per step, if the loader's batch size is unknown)."""
         return self.share.deal.round_size * self.share.samples_per_item
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset. Raises `TypeError` if it has no length."""
+        """Return the number of samples in the dataset. Raise `TypeError` if it has no length."""
         return len(cast("Sized", self.dataset))
 
     @property
     def remainder(self) -> int | None:
-        """Real samples of the step just handed out if it was filled up, else None."""
+        """Return the number of real samples in the current step if it was filled up, or None otherwise."""
         return None if self._real is None else self._real.samples
 
     def real_rows(self, gathered: int) -> int:
-        """Return how many rows gathered in the current step are no repetitions: the first ones."""
+        """Return how many of the rows gathered in the current step are not repetitions. They come first."""
         ranks = self.share.deal.world_size
         return gathered if self._real is None or ranks == 1 else self._real.rows(gathered, ranks)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`; one that goes on where a loaded position is goes on there."""
+        """Start the next iteration as `epoch`. It still continues from a loaded position if there is one."""
         self._place.set_epoch(epoch, self._updates)
 
     def __len__(self) -> int:
@@ -178,7 +178,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
     @property
     def _updates(self) -> int | None:
-        """The number of optimizer updates so far; None: none was prepared."""
+        """Return the number of optimizer updates so far, or None if no optimizer was prepared."""
         return self.gradient_state.updates if self.gradient_state.has_optimizer else None
 
     def _is_uneven(self) -> bool:
@@ -192,7 +192,7 @@ class ShardedDataLoader(DataLoader[Any]):
             return None
 
     def _note_order(self) -> None:
-        """Note the innermost iteration, for the backward of all ranks, if they must all be in the same one."""
+        """Record the innermost iteration for the check in backward, if all ranks must be in the same iteration."""
         deal, is_stream = self.share.deal, isinstance(self.dataset, IterableDataset)
         if deal.world_size == 1 or deal.for_all or is_stream or not (deal.even and self.share.depends_on_epoch):
             return
@@ -203,7 +203,7 @@ class ShardedDataLoader(DataLoader[Any]):
             ORDERS.pop(name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
-        """Yield batches, with the real part of their rounds if it is known; skip the loader's first ones."""
+        """Skip the loader's first `discard` batches. Yield the others, with the real part of their rounds if known."""
         given = iter(self.base_dataloader)
         self.share.note_begun()
         for _ in range(discard):
@@ -212,15 +212,15 @@ class ShardedDataLoader(DataLoader[Any]):
             yield from self.share.unpack(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the loop: seed, epoch and items used. Valid at any number of ranks."""
+        """Return the position of the loop: seed, epoch and consumed items. It is valid on any number of ranks."""
         consumed = self._place.position(self._updates)
         return {"seed": self._seed, "epoch": self.epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position: the next iteration starts after the last batch that was handed out.
+        """Continue at a position: the next iteration starts after the last batch that was yielded before the save.
 
         Raises:
-            DataError: the position is not one of this kind of loader.
+            DataError: the position does not have the keys of this kind of loader.
         """
         if set(state) != {"seed", "epoch", "consumed"}:
             raise DataError(f"not the position of a data loader: keys {sorted(state)}, expected seed, epoch, consumed")
@@ -228,9 +228,10 @@ class ShardedDataLoader(DataLoader[Any]):
         self._place.move_to(state["epoch"], state["consumed"])
 
     def skipping(self, batches: int) -> ShardedDataLoader:
-        """Return a copy whose iterations leave out the first `batches` steps; the copy and this one share their place.
+        """Return a copy whose iterations skip the first `batches` steps. Both loaders share their position.
 
-        Where a position was loaded, it leaves out that many of the whole epoch: the script has counted for itself.
+        After a position was loaded, the copy skips `batches` steps of the full epoch, because the script has counted
+        them.
         """
         other = copy.copy(self)
         other.base_dataloader = copy.copy(self.base_dataloader)
@@ -241,15 +242,16 @@ class ShardedDataLoader(DataLoader[Any]):
 
 @dataclass(slots=True, eq=False)
 class _Iteration:
-    """One way through a loader.
+    """One iteration over a loader.
 
     Attributes:
-        loaded: items that a run before this one has used of the epoch.
-        start: items that are left out at its start, for that reason or because a script skips them.
-        consumed: items used, the former included.
-        begun: updates of optimizers when it began; None: no optimizer was prepared.
-        outer: the iteration that stood where this one began.
-        is_last, real: of the step just handed out: whether it is the last, and its real part if it was filled up.
+        loaded: items of the epoch that an earlier run consumed.
+        start: items skipped at the start, because an earlier run consumed them or because a script skips them.
+        consumed: items consumed so far, including the skipped ones.
+        begun: optimizer updates when the iteration began, or None if no optimizer was prepared.
+        outer: the iteration that was current when this one began, if it is still running.
+        is_last: whether the current step is the last.
+        real: the real part of the current step if it was filled up.
     """
 
     epoch: int = 0
@@ -263,7 +265,7 @@ class _Iteration:
     real: Real | None = None
 
     def counts(self, updates: int | None) -> bool:
-        """Return whether it counts although it was broken off; else it was a look, maybe of this rank alone."""
+        """Return whether an interrupted iteration counts. If not, it was a peek, maybe on this rank alone."""
         return updates is None or updates > (self.begun or 0)
 
 
@@ -272,7 +274,7 @@ _NONE = _Iteration()
 
 @dataclass(slots=True)
 class _LoopPlace:
-    """The place of a loop: the iteration that went on last or comes next, and those under way, outermost first."""
+    """The position of a loop: the current or next iteration, and the running iterations, outermost first."""
 
     current: _Iteration = field(default_factory=_Iteration)
     under_way: list[_Iteration] = field(default_factory=list)
@@ -282,7 +284,7 @@ class _LoopPlace:
         return self.under_way[-1] if self.under_way else _NONE
 
     def begin(self, skip: int, updates: int | None) -> _Iteration:
-        """Return the iteration that begins, and leaves `skip` items out if a script says so."""
+        """Begin and return the next iteration. It leaves out `skip` items if a script asks for that."""
         last = self.current
         if last.consumed != last.start and last.counts(updates):
             self.current = _Iteration(last.epoch + 1)
@@ -292,14 +294,14 @@ class _LoopPlace:
         return self.current
 
     def leave(self, own: _Iteration, *, is_look: bool) -> None:
-        """Leave an iteration that is over or broken off; after a look within another one that one goes on."""
+        """Remove a finished or interrupted iteration. After a peek inside another iteration, make that one current."""
         self.under_way.remove(own)
         if self.current is own and is_look and own.outer in self.under_way:
             self.current = own.outer
         own.outer = None
 
     def position(self, updates: int | None) -> int:
-        """Return how many items of the epoch a run that goes on from here has used."""
+        """Return how many items of the epoch are consumed, from which a resumed run continues."""
         current = self.current
         return current.consumed if current in self.under_way or current.counts(updates) else current.loaded
 
@@ -308,14 +310,14 @@ class _LoopPlace:
         self.move_to(epoch, self.current.loaded if is_to_go_on else 0)
 
     def move_to(self, epoch: int, loaded: int) -> None:
-        """Make the next iteration that of `epoch`, going on after so many items."""
+        """Start the next iteration as `epoch`, after the `loaded` items that an earlier run consumed."""
         self.current = _Iteration(epoch, loaded, loaded, loaded)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader like `loader` that leaves out the first `num_batches` batches of every iteration.
+    """Return a loader like `loader` that skips the first `num_batches` batches of every iteration.
 
-    Map-style datasets are not read for skipped batches; iterable ones have to be.
+    Skipped batches of a map-style dataset are not read, but those of an iterable dataset must be.
     """
     if not isinstance(loader, ShardedDataLoader):
         loader = ShardedDataLoader(loader)
@@ -323,12 +325,12 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoa
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the object that orders a loader's samples, inside the one that makes batches of them if there is one."""
+    """Return the sampler that orders a loader's samples, even if a batch sampler wraps it."""
     return getattr(loader.batch_sampler, "sampler", None) or loader.sampler
 
 
 def _refuse_sharded(loader: DataLoader[Any], world_size: int) -> None:
-    """Refuse data that was divided over the ranks already: divided again, most of it would never be seen."""
+    """Refuse data that is already divided over the ranks. Dividing it again would leave most of it unread."""
     if world_size == 1:
         return
     if isinstance(sampler_of(loader), DistributedSampler):

@@ -1,4 +1,4 @@
-"""Deal one order of samples to the ranks. Plain arithmetic on any items: indices, batches or samples.
+"""Deal one order of samples to the ranks. The items can be indices, batches or samples.
 
 The order is cut into *rounds*, one per step. Rank r takes the r-th share of each round, so the shares of all ranks, in
 rank order, are the round:
@@ -7,7 +7,7 @@ rank order, are the round:
     rank 0          0 1     | 4 5     | 8 9
     rank 1              2 3 |     6 7 |     0 1       <- the last round is filled up from the start of the order
 
-Uneven, the last round is dealt as it is: rank 1 would have one step less.
+With uneven batches, the last round is not filled up: rank 1 would have one step less.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """The part of a step that is no repetition.
+    """The part of a step that is not repeated samples.
 
     Attributes:
-        samples: how many of it, the first ones.
-        dealt: samples that all ranks have of it; None: not known.
-        batches: where batches are dealt, how many of them.
+        samples: the number of real samples, which come first.
+        dealt: the number of samples on all ranks, including repetitions, or None if it is unknown.
+        batches: the number of real batches if batches are dealt.
     """
 
     samples: int
@@ -49,9 +49,9 @@ class Deal:
         rank: this rank.
         world_size: number of ranks.
         per_rank: items of a round per rank.
-        drop_last: leave out an incomplete last round instead of filling it up.
-        even: fill it up, so that all ranks have as many shares of the same size; scripts change it at any time.
-        for_all: the shares of all ranks, one after the other, instead of this rank's.
+        drop_last: drop an incomplete last round instead of filling it up.
+        even: fill it up, so that all ranks have equally many shares of equal size. Scripts can change this at any time.
+        for_all: yield the shares of all ranks in rank order, instead of only this rank's share.
     """
 
     rank: int
@@ -63,29 +63,29 @@ class Deal:
 
     @property
     def round_size(self) -> int:
-        """Items of a round over all ranks."""
+        """Return the number of items in a round over all ranks."""
         return self.per_rank * self.world_size
 
     def rounds(self, count: int) -> int:
-        """Return the number of this rank's shares of `count` items: the same on every rank, unless they are uneven."""
+        """Return the number of this rank's shares of `count` items. It is the same on every rank if `even` is set."""
         whole, rest = divmod(count, self.round_size)
         if self.drop_last or rest == 0:
             return whole
         return whole + (self.even or rest > self.rank * self.per_rank)
 
     def is_uneven(self, count: int) -> bool:
-        """Return whether some ranks have more shares of an order of `count` items than others."""
+        """Return whether some ranks get more shares than others of an order with `count` items."""
         rest = count % self.round_size
         return not self.even and not self.drop_last and 0 < rest <= self.round_size - self.per_rank
 
     def shares_of(self, items_of_all: list[T]) -> Iterator[list[T]]:
-        """Yield this rank's share of one round, if it has one; or the shares of all ranks."""
+        """Yield this rank's share of one round if it is not empty, or the shares of all ranks with `for_all`."""
         for rank in range(self.world_size) if self.for_all else (self.rank,):
             if share := items_of_all[rank * self.per_rank : (rank + 1) * self.per_rank]:
                 yield share
 
     def dealt(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
-        """Yield the items of each round for all ranks, and how many of them are not repetitions."""
+        """Yield the items of each round for all ranks, with the number of items that are not repetitions."""
         rest = iter(items)
         first = list(itertools.islice(rest, self.round_size))
         rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips without a step of Python for each

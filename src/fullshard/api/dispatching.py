@@ -1,7 +1,7 @@
-"""Rank 0 reads the batches of all ranks and sends each rank its own; the others never touch the dataset.
+"""Read the batches of all ranks on rank 0 and send each rank its own. Other ranks never read the dataset.
 
-Every rank gets the batches that it would have read itself: collated alone, so that they may differ in shape. Rank 0 is
-one step ahead, because a rank must be told that a batch is its last together with it.
+Every rank gets the batches that it would have read itself. Batches are collated separately, so their shapes may differ.
+Rank 0 reads one step ahead, because it must tell each rank whether the batch that it sends is the last one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _Parcel = tuple[list[Given], bool, str]
 def dispatched(
     read: Callable[[], Iterator[Given]], last_real: Callable[[], Real | None], shares: int
 ) -> Iterator[Given]:
-    """Yield this rank's batches. A collective at each.
+    """Yield this rank's batches. Each step is a collective.
 
-    On rank 0 alone `read` yields those of a step one rank after the other. Where there are more ranks than `shares` in
-    a step, as many neighbours have the same one.
+    `read` is called only on rank 0, and yields the batches of a step in rank order. If there are more ranks than
+    `shares` in a step, neighboring ranks get the same batch.
     """
     copies = max(1, world_size() // shares)
     parcels = _parcels(read, last_real, shares) if rank() == 0 else itertools.repeat(None)

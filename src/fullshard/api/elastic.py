@@ -1,4 +1,4 @@
-"""Jobs whose hosts may come and go: the same batch on any number of ranks, by more micro-batches on fewer of them."""
+"""Keep the global batch constant in elastic jobs: with fewer ranks, each rank runs more micro-batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fullshard.launch import RankEnvironment
 
 
 def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
-    """Return the micro-batches per step on these ranks that keep the batch of `steps` on the most ranks allowed."""
+    """Return the micro-batches per step on these ranks that match `steps` on the maximum number of ranks."""
     span = elastic_ranks()
     if span is None:
         return steps
@@ -24,5 +24,5 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
 
 
 def _step(least: int, most: int, per_host: int) -> int:
-    """Return the smallest number of micro-batches on the most ranks that all numbers of ranks can share."""
+    """Return the smallest micro-batch count on the most ranks that every allowed number of ranks can divide."""
     return next(n for n in range(1, 10**6) if not any(n * most % ranks for ranks in range(least, most + 1, per_host)))

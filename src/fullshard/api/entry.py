@@ -1,4 +1,4 @@
-"""One call for scripts with a training loop of their own."""
+"""One function for scripts that have their own training loop."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def accelerate(
     *,
     mixed_precision: str | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None, ShardedDataLoader | None]:
-    """Shard a model, make an optimizer fit it, and divide a data loader over the ranks.
+    """Shard a model, adapt its optimizer, and divide a data loader over the ranks.
 
-    The loop stays as it was: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. For gradient accumulation,
-    fp16 and metrics over all ranks use `Accelerator`.
+    The training loop does not change: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. For gradient
+    accumulation, fp16 and metrics over all ranks, use `Accelerator`.
 
     Args:
-        model: sharded in place.
-        optimizer: made from the model before or after this call; re-pointed in place.
-        dataloader: every rank takes its share of each step; batches arrive on the rank's device.
-        config: `ShardingConfig` or a dict of its settings.
-        mixed_precision: `no`, `fp32` or `bf16`. Default: the launcher's, else `no`.
+        model: the model, which is sharded in place.
+        optimizer: an optimizer created before or after this call; its parameters are replaced in place.
+        dataloader: a loader to divide. Every rank takes its share of each step, and batches move to the rank's device.
+        config: a `ShardingConfig` or a dict of its settings.
+        mixed_precision: `no`, `fp32` or `bf16`. Defaults to the launcher's setting, or `no` without a launcher.
 
     Returns:
-        Model, optimizer and loader; None for each that was not given.
+        The model, optimizer and loader; None for each one that was not passed.
 
     Raises:
-        ConfigError: a setting that is wrong; `fp16`, whose loss scaling needs an Accelerator.
-        OptimizerError: the optimizer holds parameters that are not the model's, or needs whole tensors.
+        ConfigError: a setting is wrong, or is `fp16`, which needs an Accelerator for its loss scaling.
+        OptimizerError: the optimizer has parameters of another model, or needs whole tensors.
     """
     accelerator = Accelerator(fsdp_plugin=ShardingConfig.of(config), mixed_precision=mixed_precision)
     if accelerator.mixed_precision == "fp16":

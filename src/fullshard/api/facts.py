@@ -1,4 +1,4 @@
-"""The facts that scripts ask of an Accelerator, under Accelerate's names."""
+"""The read-only properties of an Accelerator, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.config.schema import RunConfig
 
 
 class Facts(Gathering):
-    """The part of the Accelerator that only answers."""
+    """The part of the Accelerator that only provides information."""
 
     _config: RunConfig
     state: AcceleratorState
@@ -54,10 +54,10 @@ class Facts(Gathering):
 
     @functools.cached_property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """A mesh (dp_replicate, dp_shard), with tensor parallelism (dp_replicate, dp_shard, tp), to split models over.
+        """Return a mesh (dp_replicate, dp_shard) for splitting models, or (dp_replicate, dp_shard, tp) with TP.
 
-        Accelerate's joint axes `dp`, `dp_cp` and `dp_shard_cp` are there, too. None on one rank, and where neither
-        a `ParallelismConfig` nor tensor parallelism asks for one.
+        The mesh also has Accelerate's joint axes `dp`, `dp_cp` and `dp_shard_cp`. Return None on one rank, and if
+        neither a `ParallelismConfig` nor tensor parallelism needs a mesh.
         """
         tiles, shards = self._tensor_parallel_size, self._shard_size()
         if self.num_processes == 1 or (self.parallelism_config is None and tiles == 1):
@@ -72,22 +72,22 @@ class Facts(Gathering):
 
     @property
     def _tensor_parallel_size(self) -> int:
-        """The number of ranks that compute on the same batch, each with a part of every layer."""
+        """Return the number of ranks that compute on the same batch, each with a part of every layer."""
         return tensor_parallel_size(self.parallelism_config)
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The number of this rank's part of every layer."""
+        """Return the index of this rank's part of every layer."""
         return self.process_index % self._tensor_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of the model's replica that this rank holds a part of."""
+        """Return the index of the model replica that this rank holds a part of."""
         return self.process_index // self._tensor_parallel_size // self._shard_size()
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The number of the part of its replica that this rank holds."""
+        """Return the index of this rank's part within its model replica."""
         return self.process_index // self._tensor_parallel_size % self._shard_size()
 
     autocast_handler: Any = forwarded("handlers", methodcaller("get", "AutocastKwargs"))
@@ -115,7 +115,7 @@ class Facts(Gathering):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Return whether the script asked for loaders with a state; they always have one."""
+        """Return whether the script asked for stateful loaders. Prepared loaders are always stateful."""
         return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
 
     project_dir: str | None = forwarded("project_configuration.project_dir")
@@ -135,7 +135,7 @@ class Facts(Gathering):
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def _shard_size(self) -> int:
-        """Return the number of ranks that hold a replica of a model together."""
+        """Return the number of ranks that together hold one replica of a model."""
         sharding = self._config.sharding
         size = sharding.resolved_shard_size(self.process.environment.local_world_size)
         return sharding.resolved_strategy().mesh_shape(self._data_parallel_size, size)[1]

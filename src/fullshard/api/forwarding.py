@@ -1,4 +1,4 @@
-"""Names under which an object has what another one, which it holds, has."""
+"""Properties that forward to an attribute of an object that the instance holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def forwarded(path: str, kind: Callable[[Any], Any] | None = None, *, may_set: bool = False) -> Any:
-    """Return a property that reads, and may set, what is at a dotted path; `kind` makes the value of it."""
+    """Return a property that reads the value at a dotted path and converts it with `kind`. `may_set` adds a setter."""
     found = attrgetter(path)
     holder, _, name = path.rpartition(".")
 

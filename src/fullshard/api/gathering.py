@@ -1,4 +1,4 @@
-"""Metrics and signals over all ranks: the Accelerator's methods for an evaluation loop."""
+"""Metrics and signals over all ranks: the Accelerator's methods for evaluation loops."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fullshard.features.watchdog import check_orders
 
 
 class Gathering(Processes):
-    """The part of the Accelerator that combines values of all ranks."""
+    """The part of the Accelerator that combines values from all ranks."""
 
     gradient_state: GradientState
     _trigger = False
 
     def gather(self, tensor: Any) -> Any:
-        """Gather the tensors of all ranks, concatenated along the first dimension; see `collectives.gather`.
+        """Concatenate the tensors of all ranks along the first dimension. See `collectives.gather`.
 
-        Of ranks that compute on the same batch (tensor parallelism) those of one.
+        With tensor parallelism, only one of the ranks that compute on the same batch contributes.
         """
         return self._gather_once(tensor)
 
@@ -39,14 +39,14 @@ class Gathering(Processes):
         return found if tiles == 1 else recursively_apply(one_of_each, found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather like `gather`, without the samples that filled up the last batch of an epoch.
+        """Gather values as `gather` does, but without the samples that filled up the last batch of an epoch.
 
         Args:
-            input_data: tensors in any nesting, one row per sample; or a list of objects, one per sample.
-            use_gather_object: gather objects although they are tensors.
+            input_data: nested tensors with one row per sample, or a list of objects, one per sample.
+            use_gather_object: gather objects even if they are tensors.
 
         Raises:
-            TypeError: on several ranks, a value that is neither tensors nor a list of objects.
+            TypeError: on several ranks, a value is neither tensors nor a list of objects.
             DataError: ranks read the loader in different orders.
         """
         if self.num_processes == 1:  # whatever it is, it is all there, and nothing is repeated
@@ -71,29 +71,29 @@ class Gathering(Processes):
         return recursively_apply(cut, data)
 
     def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors over all ranks; see `collectives.reduce`.
+        """Combine tensors over all ranks. See `collectives.reduce`.
 
-        In a sum ranks that compute on the same batch (tensor parallelism) count once.
+        With tensor parallelism, ranks that compute on the same batch count once in a sum.
         """
         copies = self._tensor_parallel_size if reduction == "sum" else 1
         return collectives.reduce(tensor, reduction, scale / copies)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along `dim` to the longest on any rank, so that they can be gathered, as Accelerate does."""
+        """Pad tensors along `dim` to the longest on any rank, as Accelerate does, so that they can be gathered."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on every rank."""
+        """Set a flag that `check_trigger` reports on every rank."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Return whether any rank has raised the flag since the last check. A collective."""
+        """Return whether any rank has set the flag since the last check. A collective."""
         flag = torch.tensor(int(self._trigger), device=self.device)
         self._trigger = False
         return bool(collectives.reduce(flag, "max").item())
 
     def _real_rows(self, rows: int) -> int:
-        """Return how many of `rows` gathered in the current step are no repetitions."""
+        """Return how many of the `rows` gathered in the current step are not repetitions."""
         loader = self.gradient_state.active_dataloader
         return loader.real_rows(rows) if isinstance(loader, ShardedDataLoader) else rows
 

@@ -1,4 +1,4 @@
-"""Generators of random numbers that an object holds, of torch, Python and NumPy alike."""
+"""Random number generators of torch, Python and NumPy that an object holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held_by(holder: object) -> Iterator[Any]:
 
 
 def seed(generator: Any, number: int) -> Callable[[], object]:
-    """Seed a generator, or that of the module `random` or `numpy.random`; return a function that restores its state."""
+    """Seed a generator or the module `random` or `numpy.random`. Return a function that restores the previous state."""
     back: Callable[[], object]
     if isinstance(generator, torch.Generator):
         back = partial(generator.set_state, generator.get_state())

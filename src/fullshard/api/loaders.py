@@ -1,4 +1,4 @@
-"""Data loaders of the Accelerator: how they are divided over the ranks, and loops over them."""
+"""The Accelerator's data loaders: dividing them over the ranks, and iterating over them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Loaders(Checkpointing):
 
         Args:
             data_loader: the loader.
-            device_placement: whether batches go to the device; None: as the Accelerator does.
-            slice_fn_for_dispatch: must be None: with `dispatch_batches`, too, batches are made for each rank alone.
+            device_placement: whether batches move to the device. None uses the Accelerator's setting.
+            slice_fn_for_dispatch: must be None, because batches are made for each rank, even with `dispatch_batches`.
 
         Raises:
             ConfigError, DataError: see `ShardedDataLoader`.
@@ -78,16 +78,18 @@ class Loaders(Checkpointing):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let loaders that are iterated within the block leave their last step as it is, instead of filling it up.
+        """Let loaders iterated within the block keep their last step uneven, instead of filling it up.
 
-        Inside it is an error if some ranks have more batches than others: a sharded model runs on all ranks or on none.
+        If some ranks then have more batches than others, raise an error: all ranks of a sharded model must run
+        together.
 
         Args:
             joinables: models and optimizers.
-            even_batches: what the prepared loaders do with an incomplete last step inside; None: as they do.
+            even_batches: whether prepared loaders fill up an incomplete last step in the block. None keeps their
+                setting.
 
         Raises:
-            ConfigError: a loop inside has more batches on some ranks than on others.
+            ConfigError: a loop in the block has more batches on some ranks than on others.
         """
         if not any(isinstance(one, nn.Module) and is_sharded(one) for one in joinables):
             names = ", ".join(type(one).__name__ for one in joinables)
@@ -113,7 +115,7 @@ class Loaders(Checkpointing):
                 deal.even = even
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Return a loader without its first batches; see `skip_first_batches`."""
+        """Return a loader without its first batches. See `data.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
     def _say(self, message: str) -> None:
@@ -126,7 +128,7 @@ class Loaders(Checkpointing):
             self._say(message)
 
     def _say_order(self, loader: DataLoader[Any]) -> None:
-        """Say that a choice of samplers without seeds has no effect, if one was made."""
+        """Report once that a setting for samplers without seeds has no effect, if the script chose it."""
         if not self.dataloader_config.use_seedable_sampler and hasattr(sampler_of(loader), "generator"):
             self._say_once(
                 "use_seedable_sampler=False has no effect: the order of samples follows from seed and epoch, "

@@ -1,4 +1,4 @@
-"""Training from a notebook: Accelerate's launchers, with checks for faults that a forked process could not mend."""
+"""Training from a notebook with Accelerate's launchers. Checks errors that a forked process could not recover from."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fullshard.launch import cuda
 def notebook_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None, **options: Any
 ) -> None:
-    """Run a function of a notebook in several processes of this host, forked from it, as ranks of one job.
+    """Run a notebook's function in several processes forked on this host, as ranks of one job.
 
     Args:
-        function: makes the Accelerator, the model and everything else; a cell may hold it.
-        args: for it.
-        num_processes: how many ranks.
-        options: further ones of Accelerate's function: `mixed_precision`, `use_port`, `max_restarts`, ... On one host
-            the port is a free one, unless it is said.
+        function: makes the Accelerator, the model and everything else. It may be defined in a cell.
+        args: arguments for the function.
+        num_processes: number of ranks.
+        options: further arguments of Accelerate's function: `mixed_precision`, `use_port`, `max_restarts`, ... On one
+            host, the default port is a free one.
 
     Raises:
-        ConfigError: the notebook has used a device, or is a rank of a job itself: what is forked from it could not.
+        ConfigError: the notebook has used a device or is a rank of a job, so forked processes could not run.
     """
     if num_processes is not None and num_processes > 1:
         _check_can_fork("notebook_launcher")
@@ -41,15 +41,15 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function in several processes of this host, forked from this one, as ranks of one job on CPUs.
+    """Run a function in several processes forked on this host, as ranks of one job on CPUs.
 
     Args:
         function: makes the Accelerator, the model and everything else.
-        args: for it.
-        num_processes: how many ranks.
+        args: arguments for the function.
+        num_processes: number of ranks.
 
     Raises:
-        ConfigError: this process has used a device, or is a rank of a job itself: what is forked from it could not.
+        ConfigError: this process has used a device or is a rank of a job, so forked processes could not run.
     """
     _check_can_fork("debug_launcher")
     accelerate.debug_launcher(_forked(function), tuple(args), num_processes)

@@ -1,4 +1,4 @@
-"""The options of an Accelerator besides its configuration: the project's place, and Accelerate's handlers."""
+"""The options of an Accelerator outside its configuration: the project directory, and Accelerate's handlers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fullshard.core.paths import local_name
 
 @dataclass
 class ProjectConfiguration(Theirs):  # type: ignore[misc]
-    """The place that `save_state` writes to: Accelerate's, and whether training goes on while it writes.
+    """Extends Accelerate's class, which defines where `save_state` writes, with asynchronous saving.
 
     Attributes:
         project_dir: base directory.
-        logging_dir: kept for scripts that read it; the base directory by default.
+        logging_dir: directory that scripts read; defaults to the base directory.
         automatic_checkpoint_naming: number checkpoints under `project_dir/checkpoints`.
-        total_limit: checkpoints to keep; the oldest goes after the new one is complete.
+        total_limit: number of checkpoints to keep. The oldest is removed after the new one is complete.
         iteration: number of the next checkpoint.
-        save_on_each_node: must not be true: a checkpoint lives in storage that all hosts share.
-        async_save: training goes on while `save_state` writes; not in Accelerate.
+        save_on_each_node: must not be true, because all hosts share the checkpoint's storage.
+        async_save: training continues while `save_state` writes. Not in Accelerate.
     """
 
     async_save: bool = False
@@ -43,7 +43,7 @@ _HANDLED = (
 
 
 def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
-    """Return the `kwargs_handlers` of an Accelerator by the names of their classes, with autocast's in any case."""
+    """Return an Accelerator's `kwargs_handlers` by class name. There is always an entry for autocast."""
     if not isinstance(handlers, Iterable | None):
         raise ConfigError(
             f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}", hint="put it into a list"
