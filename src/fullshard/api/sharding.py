@@ -1,4 +1,7 @@
-"""Make a sharded model from settings: the one place that turns a `ShardingConfig` into calls of the engine."""
+"""Shard a model from settings.
+
+This is the only module that translates a `ShardingConfig` into calls of the engine.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +68,10 @@ def shard(
     autocast: AutocastKwargs,
     device_mesh: DeviceMesh | None = None,
 ) -> ModuleT:
-    """Shard `model` in place and say how, by lines for the user on every rank. One without parameters is only moved.
+    """Shard `model` in place, and report the sharding to the user on every rank.
 
-    The plugin has what are objects: modules, functions, a wrap policy. Scripts change them at any time.
+    A model without parameters is only moved to the device. `plugin` provides the settings that are objects: modules,
+    functions and a wrap policy. Scripts may change them at any time.
     """
     require_module(model)
     if next(model.parameters(), None) is None:
@@ -125,7 +129,10 @@ def shard(
 
 
 def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
-    """Mark what is to be quantised at rest: all large frozen weights in `form`, or what bitsandbytes has left."""
+    """Mark the weights to quantize at rest.
+
+    These are all large frozen weights if `form` is given, otherwise the weights that bitsandbytes left unquantized.
+    """
     quantise_rest(model)
     if form is not None:
         say(f"{type(model).__name__}: {quantize(model, form)}")
@@ -138,7 +145,7 @@ def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) ->
 
 
 def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None]) -> None:
-    """Say how the model is sharded, and which requested settings change nothing here."""
+    """Report how the model is sharded, and which requested settings have no effect here."""
     sharding, asked = describe(model), config.resolved_strategy().name
     say(f"{type(model).__name__}: {sharding}")
     if sharding.strategy not in ("", asked):
@@ -158,7 +165,10 @@ def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None
 
 
 def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Refuse a model that tensor parallelism was asked for and has not split: its ranks would all do the same."""
+    """Refuse a model that is not split although tensor parallelism was requested.
+
+    The ranks of a tensor-parallel group would otherwise all do the same work.
+    """
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
             f"parallelism_config has tp_size = {device_mesh['tp'].size()}, but no layer of {type(model).__name__} is "
@@ -169,12 +179,12 @@ def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether `model` is sharded as a whole."""
+    """Return whether the model itself is sharded, not only some of its modules."""
     return isinstance(model, FSDPModule)
 
 
 def remove_autocast(model: nn.Module) -> None:
-    """Give `model` back the forward it had before `shard` put it under autocast, or had its outputs cast."""
+    """Restore the forward that `model` had before `shard` added autocast or a cast of the outputs."""
     outer = model.__dict__.pop(_OUTER, None)
     if outer is not None:
         del model.__dict__["forward"]
@@ -185,7 +195,10 @@ def remove_autocast(model: nn.Module) -> None:
 def _units(
     model: nn.Module, policy: WrapPolicy, ignored: Sequence[nn.Module], process: ProcessState
 ) -> list[nn.Module]:
-    """Return the modules that become units; every rank comes to the same ones, and only the first warns."""
+    """Return the modules that become units.
+
+    Every rank selects the same modules, and only the first rank warns.
+    """
     outside = {id(inner) for module in ignored for inner in module.modules()}
     with warnings.catch_warnings():
         if not process.environment.is_main:
@@ -195,7 +208,7 @@ def _units(
 
 
 def _change_forwards(model: nn.Module, units: list[nn.Module], config: ShardingConfig) -> None:
-    """Apply activation checkpointing and, around it, compilation."""
+    """Apply activation checkpointing, and then compilation around it."""
     if config.activation_checkpointing:
         if not units:
             raise ConfigError(
@@ -220,7 +233,7 @@ def _change_forwards(model: nn.Module, units: list[nn.Module], config: ShardingC
 
 
 def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
-    """Give trainable parameters stored in half precision float32 main weights, if that is the mode's way."""
+    """Give trainable parameters in half precision float32 main weights, if the precision mode requires it."""
     half = []
     for parameter in model.parameters():
         stored = dtype_name(parameter.dtype)
@@ -236,7 +249,11 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """The way a root's forward runs: under `autocast`, its outputs cast, around a forward that is not the class's."""
+    """Describe how the forward of a root module is wrapped.
+
+    It runs under `autocast` and its outputs are cast to `output_dtype`. `inner` is the previous forward if it was not
+    the method of the class.
+    """
 
     autocast: Callable[[], AbstractContextManager[Any]]
     output_dtype: torch.dtype | None

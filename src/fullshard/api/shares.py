@@ -1,4 +1,7 @@
-"""One rank's share of a data loader: which samples it reads, in an order that all ranks agree on."""
+"""Define one rank's share of a data loader.
+
+A share consists of the samples that the rank reads, in an order that all ranks agree on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _SHOWN = ("dataset", "batch_size", "drop_last", "collate_fn", "sampler", "batch_
 
 
 class Share:
-    """One rank's share of a map-style dataset, whose order is dealt as `deal` says."""
+    """One rank's share of a map-style dataset. `deal` divides the order among the ranks."""
 
     is_always_even = False  # or may be dealt unevenly
 
@@ -41,7 +44,7 @@ class Share:
 
     @staticmethod
     def of(loader: DataLoader[Any], rank: int, world_size: int, split_batches: bool) -> Share:
-        """Return the right share for a loader."""
+        """Return the type of share that suits a loader."""
         if isinstance(loader.dataset, IterableDataset):
             size, drop_last = loader.batch_size, bool(loader.drop_last)
             return _IterableShare(_deal(size, rank, world_size, split_batches, drop_last), loader)
@@ -56,7 +59,10 @@ class Share:
 
     @property
     def depends_on_epoch(self) -> bool:
-        """Return whether the order differs between epochs, as far as can be seen."""
+        """Return whether the order differs between epochs.
+
+        The answer depends on what the sampler and the dataset reveal.
+        """
         is_sequential = isinstance(getattr(self._order, "sampler", self._order), SequentialSampler)
         return not is_sequential or callable(getattr(self._dataset, "set_epoch", None))
 
@@ -68,23 +74,24 @@ class Share:
         return common | {"batch_sampler": self._sampler}
 
     def shown(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the attributes of theirs that the loader shows to scripts."""
+        """Return the attributes of the original loader that the divided loader also has."""
         own = "sampler" if self._as_sampler else "batch_sampler"
         return {name: getattr(loader, name) for name in _SHOWN if name != own}
 
     def initial_seed(self) -> int:
-        """Return the seed of the loader's own generator, else torch's."""
+        """Return the seed of the loader's own generator, or torch's initial seed if it has none."""
         generator = getattr(self._order, "generator", None)
         return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
     def length(self) -> int:
-        """Return the length of the order; `TypeError` if it has none."""
+        """Return the length of the order. Raise `TypeError` if it has none."""
         return len(cast("Sized", self._order))
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
-        """Prepare the next iteration, which leaves `skip` items out.
+        """Prepare the next iteration and leave out its first `skip` items.
 
-        Return how many of the loader's items the loop must throw away, and what tells the last round's real part.
+        Return how many of the loader's items the loop must discard, and a function that returns the real part of the
+        last round.
         """
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
@@ -93,16 +100,16 @@ class Share:
         return 0, lambda: last[0] if last else None
 
     def note_begun(self) -> None:
-        """Note that reading has begun: no other reader may read the same."""
+        """Record that reading has begun, so that another reader does not read the same items."""
         self._sampler.next_iteration = None
 
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
-        """Return the batches that the loader gave, each with the real part of its round if known."""
+        """Return the batches from the loader, each with the real part of its round if it is known."""
         return [(given, None)]
 
 
 class _DealtSampler(Sampler[Any]):
-    """A rank's lists of indices, in an order that all ranks agree on."""
+    """Sample a rank's lists of indices, in an order that all ranks agree on."""
 
     def __init__(self, deal: Deal, order: Iterable[Any], batches: Any) -> None:
         self._deal = deal
@@ -158,7 +165,10 @@ class _DealtSampler(Sampler[Any]):
 
 
 class _Equal:
-    """Batches of one size. A shorter last one is filled up with `added` samples from the start, as Accelerate does."""
+    """Yield batches of equal size.
+
+    A short last batch is filled up with `added` samples from the start, as in Accelerate.
+    """
 
     def __init__(self, batches: Iterable[Any], size: int | None) -> None:
         self._batches = batches
@@ -183,7 +193,7 @@ class _Equal:
 
 
 def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> Iterable[Any]:
-    """Return the order of one epoch, the same on every rank that reads and after a restart."""
+    """Return the order of one epoch, which is the same on every rank that reads and after a restart."""
     set_epoch = getattr(order, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -200,10 +210,10 @@ def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> 
 
 
 def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
-    """Yield the items of a sampler of unknown make, which may never end.
+    """Yield the items of an unknown kind of sampler, which may be infinite.
 
-    It draws from the global generators, or holds some: they are seeded for the time of the draw. To be safe from
-    anything else that differs between processes, all ranks use rank 0's order.
+    The sampler may draw from the global generators or from its own, so both are seeded while it draws. All ranks use
+    the order of rank 0, in case anything else differs between processes.
     """
     size = len(order) if isinstance(order, Sized) else _PIECE
     items: Iterator[Any] | None = None
@@ -221,7 +231,7 @@ def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _seeded(order: Any, number: int) -> Iterator[None]:
-    """Seed all generators that `order` may draw from, and give them their states back."""
+    """Seed all generators that `order` may draw from, and restore their states afterwards."""
     everybodys: list[Any] = [torch.default_generator, random]
     if (numpy := sys.modules.get("numpy")) is not None:
         everybodys.append(numpy.random)
@@ -232,7 +242,10 @@ def _seeded(order: Any, number: int) -> Iterator[None]:
 
 
 class _IterableShare(Share):
-    """One rank's share of an iterable dataset: a rank that reads it keeps a part of each round, or all of it."""
+    """One rank's share of an iterable dataset.
+
+    A rank that reads the dataset keeps a part of each round, or all of it.
+    """
 
     is_always_even = True
 
@@ -284,9 +297,9 @@ class _IterableShare(Share):
 
 
 class _DealtDataset(IterableDataset[Any]):
-    """The rounds of a stream: this rank's share or, if it reads for all, the share of each; and the real samples.
+    """Yield the rounds of a stream: this rank's share or the shares of all ranks, and the number of real samples.
 
-    A whole round at a time, so that it comes from one worker: each of them deals rounds of its own.
+    It yields a complete round at a time, so that a round comes from a single worker. Each worker deals its own rounds.
     """
 
     def __init__(self, deal: Deal, dataset: IterableDataset[Any]) -> None:
@@ -312,7 +325,7 @@ class _DealtDataset(IterableDataset[Any]):
 
 
 class _CollateDealt:
-    """Collates the items of a `_DealtDataset`; in a worker process, so it must pickle."""
+    """Collate the items of a `_DealtDataset`. It must support pickling, because workers run it."""
 
     def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
         self._collate = collate

@@ -1,4 +1,4 @@
-"""The process's view of itself: its place in the job, in an accumulation and in an epoch."""
+"""Hold the state of the process: its place in the job, the gradient accumulation and the epoch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from fullshard.launch.environment import (
 
 
 class GradientState(Theirs):  # type: ignore[misc]
-    """The place of the loop in the accumulation of gradients and in the epoch: Accelerate's, one for the process.
+    """Hold the position of the loop in the gradient accumulation and in the epoch.
+
+    This is Accelerate's class, and all instances in a process share their state.
 
     Attributes:
         step: micro-batches since the last step that ended an epoch.
-        updates: how often an optimizer was to step.
-        has_optimizer: whether one was prepared, in this run.
+        updates: number of optimizer updates due so far.
+        has_optimizer: whether an optimizer was prepared in this run.
     """
 
     plugin_kwargs: dict[str, Any]
@@ -37,7 +39,7 @@ class GradientState(Theirs):  # type: ignore[misc]
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches per optimizer step."""
+        """Return the number of micro-batches per optimizer step."""
         return int(self.plugin_kwargs.get("num_steps", 1))
 
     @num_steps.setter
@@ -48,13 +50,13 @@ class GradientState(Theirs):  # type: ignore[misc]
 
     @property
     def remainder(self) -> int:
-        """Real samples in the innermost loop's current step if it was filled up, else -1."""
+        """Return the number of real samples in the innermost loop's step if that step was filled up, otherwise -1."""
         found = getattr(self.active_dataloader, "remainder", None)
         return -1 if found is None else int(found)
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """None, then the loaders being iterated, outermost first."""
+        """Return None followed by the loaders that are being iterated, outermost first."""
         return [None, *(loader for held in self._dataloader_references_ref if held and (loader := held()) is not None)]
 
     @dataloader_references.setter
@@ -76,7 +78,7 @@ class GradientState(Theirs):  # type: ignore[misc]
         self.sync_gradients = sync_gradients
 
     def begin_run(self) -> None:
-        """Forget where an earlier Accelerator's loop was, if it is over."""
+        """Reset the loop position of an earlier Accelerator, if that loop has ended."""
         if not self.in_dataloader:
             self.step, self.sync_gradients, self.has_optimizer = 0, True, False
 
@@ -90,9 +92,10 @@ class GradientState(Theirs):  # type: ignore[misc]
 
 
 def launched_device() -> str:
-    """Return the kind of device that fullshard's or Accelerate's launcher says, `auto` if neither does.
+    """Return the device type from fullshard's or Accelerate's launcher, or `auto` if it sets none.
 
-    Of the rest nothing is judged: a process that shards no model may have been told what is refused.
+    No other launcher setting is validated here, because a process that shards no model may have settings that fullshard
+    refuses.
     """
     setting = launched().setting("launch.device")
     return "auto" if setting is None else str(setting.value)
@@ -100,14 +103,14 @@ def launched_device() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process's place in the job."""
+    """Hold the place of a process in the job."""
 
     environment: RankEnvironment
     device: torch.device
 
     @classmethod
     def start(cls, *, device: str = "auto", timeout_seconds: float | None = None) -> ProcessState:
-        """Join the job: take a device and, if a launcher started this process, the process group."""
+        """Join the job: select a device and, if a launcher started this process, create the process group."""
         environment = read_rank_environment()
         if not environment.launched and dist.is_initialized():
             # The script made its own process group without setting the variables (mp.spawn with an init_method).

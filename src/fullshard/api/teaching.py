@@ -1,8 +1,8 @@
-"""Functions of Accelerate and TRL that a script may call with what is sharded here.
+"""Replace functions of Accelerate and TRL that a script may call with sharded objects.
 
-They know torch's engine alone: they would shard a reference model with it, or read a prepared loader in an order of no
-epoch. Once there is an Accelerator, they call fullshard's function for what is fullshard's, wherever a module holds
-them, and do as they did for anything else.
+The original functions support only torch's engine: they would shard a reference model with it, or read a prepared
+loader in the wrong order. Once there is an Accelerator, they call fullshard's functions for fullshard's objects, in
+every module that has imported them. For other objects they work as before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _accelerators(given: list[Any]) -> list[Any]:
 
 
 def _prepare(*args: Any, **kwargs: Any) -> nn.Module:
-    """Shard a model that is not trained: a reference, a teacher, a reward model."""
+    """Shard a model that is not trained, such as a reference, teacher or reward model."""
     given = [*args, *kwargs.values()]
     model = next(value for value in given if isinstance(value, nn.Module))
     prepared: nn.Module = _accelerators(given)[0].prepare_model(model, evaluation_mode=True)
@@ -47,7 +47,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., A
 
 
 def teach_libraries() -> None:
-    """Replace these functions wherever a module holds them. TRL is not imported for it."""
+    """Replace these functions in every module that has imported them. This does not import TRL."""
     for home, name, is_ours, ours in _FUNCTIONS:
         theirs = getattr(sys.modules.get(home), name, None)  # None: not imported, or another version's is elsewhere
         if theirs is not None and not hasattr(theirs, "knows_fullshard"):
@@ -58,7 +58,10 @@ def teach_libraries() -> None:
 
 
 def keep_teaching(accelerator: Any) -> Callable[..., None]:
-    """Teach the libraries, those too that a script has imported by the time that it prepares something."""
+    """Replace these functions now and at every `prepare`.
+
+    The later calls cover libraries that the script imports in the meantime.
+    """
     teach_libraries()
     return lambda models, optimizers: teach_libraries()
 

@@ -1,4 +1,4 @@
-"""The private names of torch that `api` uses, and integrations, beside those below; see `comm.torch_private`."""
+"""Wrap the private names of torch that `api` and `integrations` use. See also `comm.torch_private`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.features.dtensor_ops.torch_private import written as written
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` has wrapped as a whole; `module` if it wraps none. Since 2.0."""
+    """Return the module that `torch.compile` has wrapped, or `module` if it is not such a wrapper. Since 2.0."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -30,12 +30,12 @@ def inside_compiled(module: nn.Module) -> nn.Module:
 
 
 def steps_of(scheduler: Any) -> int:
-    """Return how often a learning rate schedule has stepped; 0 if it does not count. Since 2.0."""
+    """Return how often a learning-rate scheduler has stepped, or 0 if it does not count. Since 2.0."""
     return getattr(scheduler, "_step_count", 0)
 
 
 def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
-    """Drop a copied data loader's iterator, which would go on with the original's workers. Since 2.0."""
+    """Drop the iterator of a copied data loader, which would share the workers of the original. Since 2.0."""
     object.__setattr__(loader, "_iterator", None)
 
 
@@ -81,16 +81,16 @@ fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devic
 
 
 def is_for_shapes(kind: type) -> bool:
-    """Return whether tensors of this type are made to learn a shape. Since 2.0."""
+    """Return whether tensors of this type are used only to infer shapes. Since 2.0."""
     return issubclass(kind, FakeTensor)
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute attention, causal or by a mask, in one kernel that keeps no scores, where a device has only one.
+    """Compute causal or masked attention in one kernel that does not store the scores.
 
-    Since 2.0. The kernel that reads a mask computes every score.
+    Since 2.0. Accelerators without such a kernel are not supported. The kernel that reads a mask computes every score.
     """
     aten = torch.ops.aten
     if mask is None:
@@ -101,7 +101,7 @@ def attend(
 
 
 def store_of_nobody() -> dist.Store:
-    """Return a store with which one process alone can start any number of ranks. Since 2.0."""
+    """Return a store with which a single process can initialize any number of ranks. Since 2.0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store: dist.Store = FakeStore()

@@ -1,4 +1,4 @@
-"""A run's reports: numbers per step, the file that holds them, profiles, and a page about runs."""
+"""Report on runs: metrics per step and their file, profiles, and an HTML page."""
 
 from fullshard.observe.metrics import JsonlSink, StepMetrics, memory_nbytes, read_metrics, reset_memory_peak
 from fullshard.observe.plots import require_plots

@@ -1,1 +1,4 @@
-"""Virtual time: a step of any engine on tensors without data, with a clock per stream and a model of an allocator."""
+"""Simulate a step of any engine in virtual time, on tensors without data.
+
+The simulation has a clock per stream and a model of an allocator.
+"""

@@ -1,4 +1,7 @@
-"""Attention as a device computes it: under a causal mask, in one kernel that keeps no scores, if there is one."""
+"""Compute attention as a device does.
+
+Under a causal mask this is one kernel that does not store the scores, if the device has one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ NAME = "virtual"
 
 
 def register(job: Job, device: Device) -> str:
-    """Make attention of a job on a device known to Transformers; return its name there."""
+    """Register a job's attention on a device with Transformers, and return its name there."""
     import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,7 +34,7 @@ def register(job: Job, device: Device) -> str:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: the kernel knows it."""
+    """Return no mask, because the kernel applies the causal mask itself."""
 
 
 def _attend(
@@ -46,9 +49,10 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend in shapes (batch, heads, tokens, width); several query heads may read one head of keys and values.
+    """Compute attention in shapes (batch, heads, tokens, width).
 
-    The kernel has one width: narrower values are padded to that of the keys, as Transformers does.
+    Several query heads may share one head of keys and values. The kernel has a single width, so narrower values are
+    padded to the width of the keys, as in Transformers.
     """
     width = value.shape[-1]
     block = Block(

@@ -1,11 +1,11 @@
-"""Clocks: one of the host, one per stream. Knows no tensors.
+"""Provide clocks for the host and the streams. This module does not depend on tensors.
 
-The host launches tasks into streams, which run them in order. What runs on a stream takes a resource: kernels share the
-device, collectives share the links, copies share a way between host and device; n tasks on one resource have an n-th of
-it each. The host runs ahead until it must wait for a task.
+The host launches tasks into streams, which run them in order. A running task uses a resource: kernels share the device,
+collectives share the links, and copies share a path between host and device. Each of n tasks on a resource gets 1/n of
+it. The host runs ahead until it must wait for a task.
 
-Everything launched so far is known when the host waits, and what it launches later begins no earlier: so the clocks are
-exact although they are only wound then.
+The clocks of the streams advance only when the host waits. They are exact nevertheless, because all earlier tasks are
+known by then, and later tasks cannot start earlier.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ DEVICE = "device"
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """Something that a stream runs.
+    """Hold a task that a stream runs.
 
     Attributes:
-        stream, name: for people.
-        resource: that it takes; "" for a task that only waits.
-        work: seconds of the resource that it takes, after `latency` seconds that pass whatever else runs; what is left.
-        launched: when the host launched it.
-        waits_for: another that must be over before.
-        start, end: when it ran, once that is known.
-        phase: of the script at that time.
+        stream, name: labels for users.
+        resource: the resource that the task uses, or "" if it only waits.
+        work: remaining seconds of the resource that the task needs, after `latency` seconds that pass regardless of
+            other tasks.
+        launched: when the host launched the task.
+        waits_for: another task that must end first.
+        start, end: when the task ran, once this is known.
+        phase: phase of the script at that time.
     """
 
     stream: str
@@ -46,7 +47,7 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Tasks in order: all that were pushed, and the queue of those that are not over."""
+    """Hold tasks in order: all tasks that were pushed, and the queue of those that have not ended."""
 
     name: str
     tasks: list[Task] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Stream:
 
     @property
     def last(self) -> Task | None:
-        """The task that was pushed last: an event recorded now waits for it."""
+        """Return the task that was pushed last. An event recorded now waits for this task."""
         return self.tasks[-1] if self.tasks else None
 
     def push(self, task: Task) -> Task:
@@ -66,12 +67,12 @@ class Stream:
 
 @dataclass(slots=True)
 class Clock:
-    """The clocks of one rank.
+    """Hold the clocks of one rank.
 
     Attributes:
-        contention: by how much more a kernel takes while a collective runs beside it.
+        contention: the fraction by which a concurrent collective slows down a kernel.
         host: the time on the host's clock.
-        device: until when the streams' clocks have been wound.
+        device: the time up to which the clocks of the streams have advanced.
         blocked: seconds that the host has waited for the device.
     """
 
@@ -87,16 +88,16 @@ class Clock:
         return self.streams[-1]
 
     def launch(self, stream: Stream, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
-        """Launch a task from the host, which takes time of its stream, and none of the host."""
+        """Launch a task from the host. The task takes time on its stream but not on the host."""
         return stream.push(Task(stream.name, name, resource, self.host, work, latency))
 
     def have_wait(self, stream: Stream, task: Task | None) -> None:
-        """Make tasks launched into `stream` from now on begin after `task`."""
+        """Make tasks that are launched into `stream` from now on start after `task`."""
         if task is not None and task is not stream.last and task.end > self.device:
             stream.push(Task(stream.name, "wait", "", self.host, waits_for=task))
 
     def block(self, task: Task | None) -> None:
-        """Let the host wait for `task`."""
+        """Block the host until `task` ends."""
         if task is not None:
             self._start()  # tasks that take no time are over then
             while task.end > self.device:
@@ -105,18 +106,21 @@ class Clock:
             self.host = max(self.host, task.end)
 
     def block_all(self) -> None:
-        """Let the host wait for all streams."""
+        """Block the host until all streams are idle."""
         for stream in self.streams:
             self.block(stream.last)
 
     def is_over(self, task: Task | None) -> bool:
-        """Return whether a task is over, by the host's clock."""
+        """Return whether a task has ended by the host's clock."""
         while task is not None and task.end == math.inf and self.device < self.host and self._next(self.host):
             pass
         return task is None or task.end <= self.host
 
     def _next(self, until: float = math.inf) -> bool:
-        """Wind the streams' clocks to the next moment at which anything changes; False if nothing will before."""
+        """Advance the clocks of the streams to the next moment at which anything changes.
+
+        Return False if nothing changes before `until`.
+        """
         running = self._start()
         busy = Counter(task.resource for task in running if task.latency <= 0.0)
         slow = 1.0 + self.contention * any(task.resource.startswith("link") for task in running)
@@ -135,7 +139,7 @@ class Clock:
         return bool(running) or moment < until
 
     def _start(self) -> list[Task]:
-        """Start the tasks that can start, and return those that run."""
+        """Start the tasks that can start, and return the running tasks."""
         is_changed = True
         while is_changed:
             is_changed = False

@@ -1,4 +1,7 @@
-"""The cost of an operation: the larger of its FLOP and its bytes, each at the speed that training reaches."""
+"""Compute the time of an operation.
+
+It is the larger of the times for its FLOP and its bytes, each at the speed that training reaches.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, tor
 
 @functools.cache
 def is_view(operation: Any) -> bool:
-    """Return whether the operation returns its argument unchanged."""
+    """Return whether the operation runs no kernel because its result is a view of its argument."""
     if operation.overloadpacket in _NO_KERNEL:
         return True
     returns = torch_private.schema_of(operation).returns
@@ -42,7 +45,7 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 
 
 def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any, device: Device) -> float:
-    """Return the seconds that an operation takes of the device, if it has it to itself."""
+    """Return how many seconds an operation takes on an otherwise idle device."""
     flops = _flops(operation, given, named, made)
     is_attention = "attention" in operation.name()
     read = given[:1] if is_attention else given  # attention keeps sums in float32 beside
@@ -88,11 +91,14 @@ def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: An
 
 
 def _changed(operation: Any, given: Sequence[Any]) -> list[Any]:
-    """Return the arguments that an operation without results changes, less the gradients that fused ones scale."""
+    """Return the arguments that an operation without results changes.
+
+    Gradients that fused operations scale are not included.
+    """
     changed = torch_private.written(operation)
     return [given[place] for place, name in changed if place < len(given) and name != "grads"]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor has in memory: an expanded one has less than its shape says."""
+    """Return the bytes of a tensor in memory. An expanded tensor takes less than its shape implies."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

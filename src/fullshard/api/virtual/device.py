@@ -1,7 +1,8 @@
-"""An accelerator without data: tensors are on the meta device, and operations on them take the clocks' time.
+"""Simulate an accelerator without data.
 
-While it runs it sees every operation of torch (a dispatch mode), knows which memory is there (storages that operations
-make, that are resized, and that die), and gives streams and events with torch's methods. Nothing above it is changed.
+Tensors are on the meta device, and operations on them advance the clocks. A dispatch mode intercepts every operation of
+torch. The device tracks memory through the storages that operations create, resize and free. It provides streams and
+events with torch's methods, so code that uses the device needs no changes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _GRAIN = 512
 
 
 class VirtualEvent:
-    """A moment of a stream, with the methods of `torch.Event`."""
+    """A point in a stream, with the methods of `torch.Event`."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self._task: Task | None = None  # of a stream, when it was recorded; nothing before
 
     def record(self, stream: VirtualStream | None = None) -> VirtualEvent:
-        """Record this moment on the current stream or another."""
+        """Record the current position of a stream, by default the current stream."""
         self._task = (stream or self._device.current).queue.last
         return self
 
@@ -45,16 +46,16 @@ class VirtualEvent:
         (stream or self._device.current).wait_event(self)
 
     def query(self) -> bool:
-        """Return whether it is over."""
+        """Return whether the event has completed."""
         return self._device.clock.is_over(self._task)
 
     def synchronize(self) -> None:
-        """Make the host wait for it."""
+        """Make the host wait for the event."""
         self._device.clock.block(self._task)
 
 
 class VirtualStream:
-    """A stream with the methods of `torch.Stream`; within it as a context it is the current one."""
+    """A stream with the methods of `torch.Stream`. As a context manager it becomes the current stream."""
 
     def __init__(self, device: VirtualDevice, name: str) -> None:
         self._device, self.queue = device, device.clock.stream(name)
@@ -65,19 +66,19 @@ class VirtualStream:
         self._device.clock.have_wait(self.queue, event._task)
 
     def wait_stream(self, other: VirtualStream) -> None:
-        """Make later tasks wait for all tasks in the other stream by now."""
+        """Make later tasks wait for all tasks that the other stream has now."""
         self._device.clock.have_wait(self.queue, other.queue.last)
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        """Record an event at this moment."""
+        """Record an event at the current position of the stream."""
         return (event or VirtualEvent(self._device)).record(self)
 
     def query(self) -> bool:
-        """Return whether all of it is over."""
+        """Return whether all tasks of the stream have ended."""
         return self._device.clock.is_over(self.queue.last)
 
     def synchronize(self) -> None:
-        """Make the host wait for it."""
+        """Make the host wait for the stream."""
         self._device.clock.block(self.queue.last)
 
     def __enter__(self) -> VirtualStream:
@@ -91,7 +92,7 @@ class VirtualStream:
 
 @dataclass(slots=True)
 class _Memory:
-    """The memory of a storage on the device, which belongs to the stream it was made on."""
+    """Hold the memory of a storage on the device. It belongs to the stream on which it was allocated."""
 
     nbytes: int
     stream: Stream
@@ -101,7 +102,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """The counters at the time a record began."""
+    """Hold the values of the counters at the start of a recording."""
 
     time: float = 0.0
     blocked: float = 0.0
@@ -111,14 +112,14 @@ class _Begin:
 
 
 class VirtualDevice(torch_private.DispatchMode):
-    """One rank's device.
+    """Simulate the device of one rank.
 
     Attributes:
-        current: the stream that operations go to.
-        launches: operations with a kernel so far.
+        current: the stream on which operations run.
+        launches: number of operations so far that ran a kernel.
         curve: (host's seconds, allocated bytes) at each change.
-        phase: of the step in which a task is launched.
-        begin: of what is recorded.
+        phase: the phase of the step in which tasks are launched.
+        begin: the counters at the start of the recording.
     """
 
     def __init__(self, cluster: Cluster, host: HostCosts | None = None) -> None:
@@ -136,13 +137,13 @@ class VirtualDevice(torch_private.DispatchMode):
         self._leaving: list[tuple[int, list[Task]]] = []
 
     def begin_record(self) -> None:
-        """Count the peak, and keep the curve of memory, from now on."""
+        """Start to record the peak and the curve of memory."""
         self.peak_allocated = self.allocated
         self.curve.clear()
         self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.allocated)
 
     def note_event(self, event: Event) -> None:
-        """Note the unit that the engine is at: a sink of its events."""
+        """Record the current unit of the engine. This method is an event sink."""
         if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
             self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
 
@@ -175,13 +176,13 @@ class VirtualDevice(torch_private.DispatchMode):
         return made
 
     def clock_task(self, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
-        """Launch work on the current stream."""
+        """Launch a task on the current stream."""
         task = self.clock.launch(self.current.queue, name, resource, work, latency)
         task.phase = self.phase
         return task
 
     def collective(self, what: str, nbytes: int, ranks: int, *, stride: int, times: int) -> Task:
-        """Launch a collective of `nbytes` on the current stream; an all-reduce is a reduce-scatter twice."""
+        """Launch a collective of `nbytes` on the current stream. An all-reduce counts as two reduce-scatters."""
         on_links = exchanged if what == "all-to-all" else carried
         sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside, across = self.cluster.device.link_seconds(*sent)
@@ -211,7 +212,7 @@ class VirtualDevice(torch_private.DispatchMode):
         self._count(memory.nbytes)
 
     def _give(self, memory: _Memory | None) -> None:
-        """Free memory: what other streams have used, once they are done with it."""
+        """Free memory. Memory that other streams have used is freed when they are done with it."""
         if memory is None:
             return
         if tasks := [stream.last for stream in memory.users if stream.last is not None]:
@@ -226,21 +227,21 @@ class VirtualDevice(torch_private.DispatchMode):
         self.curve.append((self.clock.host, self.allocated))
 
     def resize(self, storage: Any, nbytes: int) -> None:
-        """Follow a storage that is about to have another size."""
+        """Account for a storage that is about to be resized."""
         memory = self._known.get(torch_private.storage_id(storage))
         if memory is not None:
             self._give(memory)
         self._take(storage, nbytes)
 
     def used_by(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
-        """Do what `tensor.record_stream(stream)` does."""
+        """Record that a stream uses the tensor, like `tensor.record_stream(stream)`."""
         memory = self._known.get(torch_private.storage_id(tensor.untyped_storage()))
         if memory is not None and stream.queue is not memory.stream and stream.queue not in memory.users:
             memory.users.append(stream.queue)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[VirtualDevice]:
-        """Make this device the meta device within the block."""
+        """Use this device as the meta device within the block."""
         storages: Any = torch.UntypedStorage
         tensors: Any = torch.Tensor
         resize, record = storages.resize_, tensors.record_stream
@@ -266,7 +267,10 @@ class VirtualDevice(torch_private.DispatchMode):
             yield self
 
     def _imagined_by(self, function: Any) -> Any:
-        """Return a function like this one of torch's, whose tensors exist to learn a shape and take no memory."""
+        """Wrap a function of torch that uses tensors only to infer shapes.
+
+        Tensors that it creates take no memory.
+        """
 
         def imagine(*given: Any) -> Any:
             self._imagined += 1
@@ -280,7 +284,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
 @contextlib.contextmanager
 def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object another attribute of this name within the block."""
+    """Replace an attribute of an object within the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

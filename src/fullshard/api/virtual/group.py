@@ -1,7 +1,8 @@
-"""One process as one rank of many: torch.distributed with process groups of the virtual device, and no other rank.
+"""Simulate one rank of many in one process.
 
-As with NCCL a communicator runs one collective after the other: on the current stream if they are asked for without
-`async_op`, else on a stream of its own. Tensors of the CPU are messages between hosts, which the host waits for.
+`torch.distributed` gets process groups of the virtual device, and there are no other ranks. As with NCCL, a
+communicator runs its collectives one after the other. They run on the current stream without `async_op`, and otherwise
+on a separate stream. CPU tensors represent messages between hosts, for which the host waits.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ _GROUP: Any = dist.ProcessGroup
 
 
 class VirtualWork(_WORK):  # type: ignore[misc]
-    """A collective under way, and the objects that must outlive it."""
+    """Hold a running collective and the objects that must outlive it."""
 
     def __init__(self, device: VirtualDevice, task: Task | None, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._device, self._task, self._tensors = device, task, tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait."""
+        """Make the current stream wait for the collective."""
         self._device.clock.have_wait(self._device.current.queue, self._task)
         self._tensors = []
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is over."""
+        """Return whether the collective has completed."""
         return self._device.clock.is_over(self._task)
 
     def synchronize(self) -> None:
-        """Wait, as `wait` does."""
+        """Do the same as `wait`."""
         self.wait()
 
 
 class VirtualGroup(_GROUP):  # type: ignore[misc]
-    """One communicator of `size` ranks, `stride` apart; `title` is the name of its stream, for people."""
+    """Simulate a communicator of `size` ranks at intervals of `stride`. `title` labels its stream for users."""
 
     is_in_order = True  # memory is written only after all ranks have read their parts of it
 
@@ -68,11 +69,14 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """The group's name, for torch."""
+        """Return the group's name, for torch."""
         return self.name
 
     def _meet(self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1) -> VirtualWork:
-        """Run a collective of all that `whole` has, over the ranks; in an exchange each rank has another part."""
+        """Run a collective over the ranks on the tensors in `whole`.
+
+        In an exchange, each rank has a different part of them.
+        """
         device, nbytes = self._device, sum(t.nbytes for t in whole)
         if whole and not whole[0].is_meta:
             device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))
@@ -100,7 +104,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         return self._meet("broadcast", tensors, options)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
-        """See `torch.distributed`. Here all say the same."""
+        """See `torch.distributed`. Here all ranks have the same values."""
         for output in outputs[0]:
             output.copy_(inputs[0])
         return self._meet("all-gather", outputs[0], options)
@@ -128,7 +132,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]:
-    """Initialise `torch.distributed` within the block, with groups that take the time of `device`."""
+    """Initialize `torch.distributed` within the block, with groups that take time on `device`."""
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu", "meta"])
     _playing.append(device)

@@ -1,4 +1,4 @@
-"""A step of fullshard in virtual time: its figures, and a trace for Perfetto or chrome://tracing."""
+"""Time a step of fullshard in virtual time, and write a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step: its figures and its tasks.
+    """Hold the figures and the tasks of one step.
 
     Attributes:
         seconds: from the first launch to the end of the last task.
         compute: seconds in which a kernel runs.
-        communication: seconds in which something is sent, beside computing or not.
-        exposed: those of them in which no kernel runs.
-        idle: seconds in which nothing runs: the device waits for the host.
+        communication: seconds in which data is sent, whether or not a kernel runs at the same time.
+        exposed: the part of `communication` in which no kernel runs.
+        idle: seconds in which nothing runs because the device waits for the host.
         host: seconds until the host has launched everything, without `blocked`.
-        blocked: seconds that the host waits for the device before that.
-        launches, collectives: of the host.
-        peak_allocated: bytes on the device.
+        blocked: seconds during that time in which the host waits for the device.
+        launches, collectives: how many the host has launched.
+        peak_allocated: peak of the allocated bytes on the device.
         state: bytes allocated before the step.
-        memory: (seconds, bytes allocated), by the host's clock, which began at `begin`.
+        memory: (seconds, bytes allocated) by the host's clock. The step started at `begin`.
     """
 
     seconds: float
@@ -66,12 +66,12 @@ class Timeline:
     memory: Sequence[tuple[float, int]]
 
     def figures(self) -> dict[str, float | int]:
-        """Return the figures, for a record."""
+        """Return the figures for a record."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in ("begin", "tasks", "memory")}
 
     def write_trace(self, path: Path) -> None:
-        """Write it in Chrome's trace format, which Perfetto reads, too."""
+        """Write the timeline in Chrome's trace format, which Perfetto can also read."""
         streams = list(dict.fromkeys(task.stream for task in self.tasks))
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "virtual time"}}]
         for number, stream in enumerate(streams):
@@ -96,7 +96,7 @@ class Timeline:
 
 
 def _loss(model: nn.Module, sequences: int, tokens: int) -> torch.Tensor:
-    """Run a forward of a causal language model and return its loss."""
+    """Run the forward of a causal language model and return its loss."""
     ids = torch.zeros(sequences, tokens, dtype=torch.long, device="meta")
     try:
         logits = model(input_ids=ids, position_ids=torch.arange(tokens, device="meta")[None]).logits
@@ -113,7 +113,7 @@ def _loss(model: nn.Module, sequences: int, tokens: int) -> torch.Tensor:
 def time_step(
     values: dict[str, Any], job: Job, cluster: Cluster, *, rank: int = 0, host: HostCosts | None = None
 ) -> Timeline:
-    """Time a step of the engine in virtual time: as one of many ranks, on devices that are not there."""
+    """Time a step of the engine in virtual time, as one rank of many on simulated devices."""
     untimed = {
         "method": job.method != "full",
         "offload": bool(job.on_host) or job.on_host.activations,
@@ -156,7 +156,10 @@ def time_step(
 
 
 def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> Timeline:
-    """Train for `STEPS` steps, each of which begins when the one before is over, as if the loss were read."""
+    """Train for `STEPS` steps and return the timeline of the last.
+
+    Each step starts when the one before has ended, as if the script read the loss.
+    """
     clock = device.clock
     for step in range(STEPS):
         if step == STEPS - 1:
@@ -195,7 +198,7 @@ def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Op
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that are within any of the spans."""
+    """Return the total length in seconds of the union of the spans."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -205,7 +208,7 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 @contextlib.contextmanager
 def fused_optimizers() -> Iterator[None]:
-    """Let torch's optimizers be fused on the meta device within the block, as on the device it stands for."""
+    """Let torch use fused optimizers on the meta device within the block, as on the simulated device."""
     place = torch_private.fused_devices
     with instead(place.owner, place.name, lambda: [*place.torchs(), "meta"]):
         yield
@@ -215,7 +218,10 @@ _torchs_dropout = nn.functional.dropout
 
 
 def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Run dropout as one kernel with a mask of bytes, as accelerators do; on the meta device torch has three."""
+    """Run dropout as one kernel with a mask of bytes, as accelerators do.
+
+    On the meta device torch would run three kernels.
+    """
     if training and p and not inplace:
         return torch.native_dropout(input, p, True)[0]
     return _torchs_dropout(input, p, training, inplace)

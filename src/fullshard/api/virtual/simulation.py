@@ -1,6 +1,7 @@
-"""The real engine as rank r of N, without the other ranks and without data: every tensor is on the meta device.
+"""Run the real engine as rank r of N, without the other ranks and without data.
 
-Layout, hooks, schedule and bytes are the engine's own. What is not there is arithmetic and the network.
+Every tensor is on the meta device. Layout, hooks, schedule and byte counts come from the engine. Only the arithmetic
+and the network are missing.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from fullshard.plan.traffic import Traffic, traffic_of
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The engine's actions in one step, after the first, and the planner's prediction.
+    """Hold the engine's actions in a step after the first, and the planner's prediction.
 
     Attributes:
-        sharding: the line at start-up.
-        traffic, counted: bytes this rank sends: predicted, and (gather, reduce, replicate) as they were sent.
-        main_nbytes, predicted_main_nbytes: bytes of the main weights.
+        sharding: the line that describes the sharding at start-up.
+        traffic, counted: predicted and actual bytes that this rank sends (gather, reduce, replicate).
+        main_nbytes, predicted_main_nbytes: actual and predicted bytes of the main weights.
     """
 
     sharding: Sharding
@@ -57,7 +58,10 @@ class Simulation:
 
     @property
     def differences(self) -> list[str]:
-        """The differences between the engine and the planner, in words; empty if there are none."""
+        """Return descriptions of the differences between the engine and the planner.
+
+        Return an empty list if there are none.
+        """
         ran, planned = (
             dict.fromkeys(e.unit for e in es if e.kind is EventKind.FORWARD_BEGIN)
             for es in (self.events, self.predicted)
@@ -82,10 +86,13 @@ class Simulation:
 
 
 class NoWeights:
-    """A source that says it has every parameter and gives none: on the meta device there is nothing to fill."""
+    """Act as a source that has every parameter but loads nothing.
+
+    On the meta device there is no data to load.
+    """
 
     def start(self, *_: Any) -> None:
-        """Do nothing: buffers, too, come with the model, and lose their data when they are moved to the meta device."""
+        """Do nothing. Buffers come with the model and lose their data when they move to the meta device."""
 
     make_whole = read = start
 
@@ -97,7 +104,10 @@ class NoWeights:
 
 
 def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0) -> Simulation:
-    """Shard a model that `build` makes for `world_size` ranks, without data, and run two steps as one of them."""
+    """Shard a model without data for `world_size` ranks, and run two steps as one of them.
+
+    `build` creates the model.
+    """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
     if job.method != "full":
@@ -142,7 +152,7 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
 
 
 def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
-    """Shard it as the job says, with weights that have no data."""
+    """Shard a model with the settings of the job, with weights that have no data."""
     units = unit_modules(model)
     apart = embedding_modules(model) if job.wrap_embeddings else ()
     if job.checkpointing != "none":
@@ -170,7 +180,10 @@ def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: Ev
 
 
 def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) -> tuple[int, ...]:
-    """Run two steps, leave the events of the second, which has a recorded order to follow, and return its bytes."""
+    """Run two steps, keep the events of the second, and return its bytes.
+
+    The second step follows the order that the first has recorded.
+    """
     groups = [getattr(way, "group", None) for way in (mesh.gather, mesh.reduce, mesh.replicate)]  # None: of one rank
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
@@ -184,7 +197,10 @@ def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) ->
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
-    """Return a function that builds a `config.json`'s model: a causal one, or one with an encoder and a decoder."""
+    """Return a function that builds the model of a `config.json`.
+
+    It is a causal model or an encoder-decoder model.
+    """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
@@ -222,9 +238,9 @@ _OWN_MASK = ("bloom", "opt")
 
 
 def _loss(model: nn.Module, job: Job) -> torch.Tensor:
-    """Run a forward on token ids and labels of the job's shape, in which a causal language model takes the loss.
+    """Run a forward on token ids and labels of the job's shape, so that a causal language model computes its loss.
 
-    With `wrap_embeddings` that makes backward come to the outermost unit before the head, as planned.
+    With `wrap_embeddings`, backward then reaches the outermost unit before the head, as planned.
     """
     tokens = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.long, device="meta")
     # A whole mask, because Transformers would look at the values of anything less.
