@@ -197,7 +197,7 @@ def reshard(
     if not (ours / MANIFEST_NAME).is_file():
         raise ConfigError(
             f"{ours} is not a fullshard checkpoint",
-            hint="fullshard ckpt import reads checkpoints of other programs",
+            hint="use `fullshard ckpt import` to read checkpoints of other programs",
         )
     _native(ours, where, world_size=world_size, overwrite=overwrite)
 
@@ -221,8 +221,8 @@ def import_(
     """
     if optimizer is not None and no_optimizer:
         raise ConfigError(
-            "--no-optimizer leaves the optimizer out, so --optimizer has no effect",
-            hint="give one of them",
+            "--optimizer has no effect with --no-optimizer, which leaves the optimizer out",
+            hint="use only one of the two",
         )
     from fullshard.checkpoint.shards import parse_dtype
 
@@ -246,7 +246,7 @@ def prune(
 
     root = location(directory)
     if not root.is_dir():
-        raise ConfigError(f"there is no directory {directory}")
+        raise ConfigError(f"the directory {directory} does not exist")
     found = prune_checkpoints(root, keep=keep, thorough=thorough, dry_run=dry_run)
     for path in found.removed:
         _say(f"{'would remove' if dry_run else 'removed'} {path}")

@@ -99,8 +99,8 @@ def run() -> int:
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
-            "the questionnaire needs a terminal, but standard input or output is not one",
-            hint="`fullshard config default --output FILE` writes a file to edit",
+            "the questionnaire needs a terminal, but standard input or output is not a terminal",
+            hint="use `fullshard config default --output FILE` to write a file that you can edit",
         )
     hardware = detect_hardware()
     print(f"This host has {len(hardware.accelerators)} GPUs of NVIDIA.", hardware.failure or "")

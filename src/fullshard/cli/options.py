@@ -43,11 +43,11 @@ def file_word(text: str) -> Path:
     """Parse the path of an output file, and check that it is writable before a long run starts."""
     path = path_word(text)
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file in it")
+        raise typer.BadParameter(f"{path} is a folder; name a file in the folder")
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}; make it, or name another")
+        raise typer.BadParameter(f"the folder {path.parent} does not exist; create it or name another folder")
     if not (os.access(path.parent, os.W_OK) or (path.exists() and os.access(path, os.W_OK))):
-        raise typer.BadParameter(f"{path} cannot be written: {path.parent} is not writable; name another folder")
+        raise typer.BadParameter(f"{path} cannot be written because {path.parent} is not writable; name another folder")
     return path
 
 
@@ -63,7 +63,7 @@ def check_words(words: Iterable[str]) -> None:
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{word!r} is not valid UTF-8", hint="rename the file") from None
+            raise ConfigError(f"the argument {word!r} is not valid UTF-8", hint="rename the file") from None
 
 
 class RawCommand(TyperCommand):

@@ -84,14 +84,20 @@ def plan(
     from fullshard.plan.search import pareto, search
 
     if overwrite and write is None and calibrate is None:
-        raise ConfigError("--overwrite without --write", hint="say which file: --write FILE.yaml")
+        raise ConfigError(
+            "--overwrite has no effect without --write",
+            hint="name the file to write with --write FILE.yaml",
+        )
     if calibrate is not None:
         _calibrate(calibrate, overwrite=overwrite)
         if model is None:
             return
         devices = devices or (f"2x{calibrate}" if config is None else str(calibrate))
     if model is None:
-        raise ConfigError("no --model", hint="name one, for example --model Llama-3.1-8B, or give a config.json")
+        raise ConfigError(
+            "the option --model is missing",
+            hint="name a model, for example --model Llama-3.1-8B, or give a config.json",
+        )
     part = MARGIN if margin is None else margin / 100
     described, notes = load_model(model)
     sources = {name: context.get_parameter_source(name) for name in settings}
@@ -135,7 +141,10 @@ def _question(
     from fullshard.plan.hardware import parse_cluster, split_devices
 
     if devices is None:
-        raise ConfigError("no --devices", hint="say how many of what, for example --devices 8xH100")
+        raise ConfigError(
+            "the option --devices is missing",
+            hint="give the number and the kind of devices, for example --devices 8xH100",
+        )
     if config is None:
         return Job.of(given), parse_cluster(devices, hosts), []
     from fullshard.config.load import load_file
@@ -154,7 +163,7 @@ def _question(
     if processes not in (None, cluster.count):
         raise ConfigError(
             f"{config} starts {processes} processes, but --devices {devices} means {cluster.count}",
-            hint=f"write --devices {cluster.device.name}, or change the file",
+            hint=f"use --devices {cluster.device.name}, or change the file",
         )
     return job, cluster, notes
 
@@ -217,7 +226,10 @@ def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> 
     from fullshard.plan.report import as_run_config, for_the_script
 
     if not plan.fits:
-        raise ConfigError(f"{path} is not written: the plan {plan.verdict}", hint="change it, or use --auto")
+        raise ConfigError(
+            f"{path} was not written because the plan {plan.verdict}",
+            hint="change the plan, or use --auto",
+        )
     settings = {} if planned is None else resolve([load_file(planned)]).settings
     config = as_run_config(plan, {name: setting.value for name, setting in settings.items()})
     save_text(write_native(config), path, overwrite=overwrite)
@@ -227,9 +239,12 @@ def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> 
 
 def _calibrate(path: Path, *, overwrite: bool) -> None:
     if path.suffix != ".json":
-        raise ConfigError(f"{path}: a calibration is a .json file", hint="name the file that is to be written")
+        raise ConfigError(
+            f"the calibration file {path} does not have the suffix .json",
+            hint="name a .json file to write",
+        )
     if path.exists() and not overwrite and b"memory_bandwidth" not in read_bytes(path):
-        raise ConfigError(f"{path} exists, but is not a calibration", hint="name another file, or add --overwrite")
+        raise ConfigError(f"{path} exists but is not a calibration", hint="name another file, or add --overwrite")
     from fullshard.api.calibration import calibrate
 
     device = calibrate(path)

@@ -50,7 +50,9 @@ def sft(context: typer.Context) -> None:
             launch_words += _sections(local_path(words[0]), directory, launch_words)
         if "RANK" in os.environ:
             if launch_words:
-                raise ConfigError(f"{launch_words[0]} has no effect here: a launcher has started the processes already")
+                raise ConfigError(
+                    f"{launch_words[0]} has no effect because a launcher has already started the processes"
+                )
             from fullshard.recipes.sft import main
 
             main(words)
@@ -87,7 +89,7 @@ def _sections(path: Path, directory: Path, launch_words: Sequence[str]) -> list[
         return []
     resolve([NATIVE.read(entries)])  # errors name this file, not its part
     if "--config_file" in launch_words:
-        raise ConfigError(f"{path} has the section {entries[0].key}, and --config_file names another file")
+        raise ConfigError(f"{path} has the section {entries[0].key}, but --config_file names another file")
     with (directory / path.name).open("w", encoding="utf-8") as file:
         YAML(typ="safe").dump({entry.key: entry.plain for entry in entries}, file)
     return ["--config_file", str(directory / path.name)]

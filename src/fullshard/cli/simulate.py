@@ -57,14 +57,20 @@ def simulate(
     from fullshard.plan.library import load_config
 
     if timeline is None and (devices is not None or settings["attention"] != Job().attention):
-        raise ConfigError("--devices and --attention need a step in virtual time", hint="add --timeline")
+        raise ConfigError("--devices and --attention require a step in virtual time", hint="add --timeline")
     if timeline is None and world_size is None:
-        raise ConfigError("no --world-size", hint="give --world-size; or --devices and --timeline")
+        raise ConfigError(
+            "the option --world-size is missing",
+            hint="use --world-size, or use --devices with --timeline",
+        )
     if timeline is not None and devices is None:
-        raise ConfigError("--timeline needs --devices", hint="for example --devices 64xH100")
+        raise ConfigError("--timeline requires --devices", hint="add the devices, for example --devices 64xH100")
     values = load_config(model)
     if values is None:
-        raise ConfigError(f"{model!r} is a number; a simulation needs a model", hint="name one, or give a config.json")
+        raise ConfigError(
+            f"{model!r} is a number, but a simulation needs a model",
+            hint="name a model, or give a config.json",
+        )
     job = Job.of({**settings, "seq_len": seq_len})
     if timeline is not None and devices is not None:
         _time(values, job, devices, world_size, rank, timeline, as_json=as_json)
@@ -114,7 +120,7 @@ def _time(
     if world_size not in (None, cluster.count):
         raise ConfigError(
             f"--world-size {world_size} conflicts with --devices {devices}, which means {cluster.count}",
-            hint="leave one out",
+            hint="leave out one of the two",
         )
     step = time_step(values, job, cluster, rank=rank)
     step.write_trace(trace)

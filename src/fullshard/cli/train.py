@@ -38,9 +38,9 @@ def train(
     is_launched = "RANK" in os.environ
     if is_launched and (nproc is not None or arguments.max_restarts):
         raise ConfigError(
-            f"{'--max-restarts' if nproc is None else '--nproc'} has no effect here: a launcher has started the "
-            "processes already (RANK is set)",
-            hint="give it to the launcher",
+            f"{'--max-restarts' if nproc is None else '--nproc'} has no effect because a launcher has already started "
+            "the processes (RANK is set)",
+            hint="pass the option to the launcher instead",
         )
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")

@@ -32,7 +32,7 @@ _BACKENDS = ("INDUCTOR", "EAGER", "AOT_EAGER", "CUDAGRAPHS", "ONNXRT", "OPENXLA"
 def _environment(value: Any) -> Settings:
     if values.one_of(value, ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
         raise ConfigError(
-            "AMAZON_SAGEMAKER is not supported: fullshard starts jobs on your own machines",
+            "AMAZON_SAGEMAKER is not supported because fullshard starts jobs on your own machines",
             hint="use LOCAL_MACHINE",
         )
     return {}
@@ -41,7 +41,7 @@ def _environment(value: Any) -> Settings:
 def _distributed_type(value: Any) -> Settings | str:
     name = values.one_of(value, (*_SHARDED, "NO", *_PLAIN, *_OTHER_PARALLELISM))
     if name in _OTHER_PARALLELISM:
-        raise ConfigError(f"{name}: models can only be divided by sharding", hint="use FSDP")
+        raise ConfigError(f"{name} is not supported because models can only be divided by sharding", hint="use FSDP")
     if name == "XLA":
         return require_xla("XLA", "use FSDP")
     if name == "NO":
@@ -71,8 +71,9 @@ def hosts(value: Any) -> Settings:
 def _num_processes(value: Any) -> Settings | str:
     if ":" in str(value):
         raise ConfigError(
-            f"{value} processes: only the number of hosts may vary, each with a fixed number of processes",
-            hint="give --nnodes MIN:MAX and --nproc_per_node",
+            f"{value} processes are not supported: only the number of hosts may vary, and each host has a fixed "
+            "number of processes",
+            hint="use --nnodes MIN:MAX and --nproc_per_node",
         )
     number = values.integer(value)
     return "-1 leaves the number to the launcher" if number == -1 else {"launch.num_processes": number}
@@ -107,7 +108,7 @@ def _shard_size(value: Any) -> Settings:
 
 def _size(value: Any) -> Settings:
     if values.integer(value) < 1:
-        raise ConfigError(f"expected 1 or more, got {value!r}", hint="leave it out for one replica")
+        raise ConfigError(f"expected 1 or more, got {value!r}", hint="leave the key out to use one replica")
     return {}
 
 
@@ -158,7 +159,7 @@ DYNAMO_KEYS = (
     Key("dynamo_use_fullgraph", target="sharding.compile_fullgraph"),
     Key("dynamo_use_dynamic", target="sharding.compile_dynamic"),
     *no_effect(
-        "every unit is compiled on its own anyway", "dynamo_use_regional_compilation", read=checked(values.boolean)
+        "every unit is always compiled separately", "dynamo_use_regional_compilation", read=checked(values.boolean)
     ),
 )
 
@@ -166,14 +167,19 @@ PARALLELISM_KEYS = (
     Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_shard_size),
     Key("parallelism_config_dp_replicate_size", Status.TRANSLATED, "sharding.strategy", read=_size),
     *refused(
-        "the script splits layers, and says so",
+        "tensor parallelism is set up and declared by the script",
         "parallelism_config_tp_size",
         read=_of_one(
-            "tensor", "say all sizes in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"
+            "tensor", "set all sizes in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"
         ),
     ),
     *(
-        Key(f"parallelism_config_{axis}_size", Status.REFUSED, because="only data parallelism", read=_of_one(kind))
+        Key(
+            f"parallelism_config_{axis}_size",
+            Status.REFUSED,
+            because="only data parallelism is supported",
+            read=_of_one(kind),
+        )
         for axis, kind in (("cp", "context"), ("sp", "sequence"), ("pp", "pipeline"), ("ep", "expert"))
     ),
     *no_effect(
@@ -184,15 +190,15 @@ PARALLELISM_KEYS = (
     ),
 )
 
-ON_EACH_HOST = "Accelerate runs commands on a TPU's hosts with it; start the launcher on each host instead"
+ON_EACH_HOST = "Accelerate uses it to run commands on the hosts of a TPU; start the launcher on each host instead"
 
 CLUSTER_KEYS = (
-    Key("compute_environment", because="LOCAL_MACHINE, whatever the cluster", read=_environment),
+    Key("compute_environment", because="it is LOCAL_MACHINE on every cluster", read=_environment),
     Key(
         "distributed_type",
         Status.TRANSLATED,
         "sharding.strategy",
-        because="FSDP shards; NO is one process whatever num_processes is; MULTI_* keeps the whole model on every rank",
+        because="FSDP shards; NO starts one process and ignores num_processes; MULTI_* replicates the model on every rank",
         read=_distributed_type,
     ),
     Key("mixed_precision", target="precision.mode", read=_mixed_precision, variable="ACCELERATE_MIXED_PRECISION"),
@@ -206,12 +212,12 @@ CLUSTER_KEYS = (
     Key("main_process_port", target="launch.main_process_port"),
     Key("rdzv_backend", target="launch.rdzv_backend"),
     Key("gpu_ids", target="launch.gpu_ids"),
-    *no_effect("hosts meet at main_process_ip, whatever the network", "same_network", read=checked(values.boolean)),
-    Key("main_training_function", Status.NO_EFFECT, because="the script is run as a whole", read=_main_function),
+    *no_effect("hosts connect to main_process_ip on any network", "same_network", read=checked(values.boolean)),
+    Key("main_training_function", Status.NO_EFFECT, because="the complete script is run", read=_main_function),
     Key(
         "enable_cpu_affinity",
         Status.NO_EFFECT,
-        because="processes are not bound",
+        because="processes are not bound to processors",
         read=_cpu_affinity,
         variable="ACCELERATE_CPU_AFFINITY",
     ),
@@ -221,11 +227,14 @@ CLUSTER_KEYS = (
     *refused("models can only be divided by sharding", "megatron_lm_config"),
     *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
     *refused("Intel's extension is not used", "ipex_config", "use_xpu"),
-    *refused("it stores float32 as bfloat16, weights too; mixed_precision: bf16 keeps them", "downcast_bf16"),
+    *refused(
+        "it stores float32 as bfloat16, including weights; mixed_precision: bf16 keeps float32 weights",
+        "downcast_bf16",
+    ),
     *refused(
         ON_EACH_HOST, *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "command_file", "commands")
     ),
-    *refused("set the variables where the launcher is started: processes have them, too", "tpu_env"),
+    *refused("set the variables where you start the launcher; processes inherit them", "tpu_env"),
 )
 
 
@@ -243,14 +252,14 @@ def finish_parallelism(reading: Reading) -> None:
     said = Setting("sharding.strategy", "NO_SHARD", entry.origin, entry.key)
     if number is not None and number.value != replicas * (1 if size is None else size.value):
         ranks = f"{replicas} replicas of {'1 rank' if size is None else f'{size.value} ranks'}"
-        message = f"{entry.key} makes {ranks}, and num_processes = {number.value}"
-        hint = "dp_replicate_size x dp_shard_size is the number of processes"
+        message = f"{entry.key} requires {ranks}, but num_processes is {number.value}"
+        hint = "set num_processes to dp_replicate_size x dp_shard_size"
         reading.problems.append(Problem((entry.origin, number.origin), message, hint))
     elif size is not None:
         make_hybrid(reading, said)
     else:
         reading.settings.append(said)
-        text = f"without dp_shard_size means {replicas} whole copies of the model: NO_SHARD"
+        text = f"without dp_shard_size means {replicas} unsharded replicas of the model: NO_SHARD"
         reading.notes.append(Note(entry.origin, entry.key, Status.TRANSLATED, text))
 
 

@@ -34,7 +34,7 @@ def _finish_one_process(reading: Reading) -> None:
     for setting in [s for s in reading.settings if s.path == "launch.num_processes" and s.key == "num_processes"]:
         reading.settings.remove(setting)
         if setting.value != 1:
-            text = f"= {setting.value} has no effect: with distributed_type = NO one process is started"
+            text = f"= {setting.value} has no effect: distributed_type = NO starts one process"
             reading.notes.append(Note(setting.origin, setting.key, Status.NO_EFFECT, text))
 
 

@@ -36,21 +36,24 @@ STAGES = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OPTIMIZER", "FULL_SHARD")
 def _stage(value: Any) -> Settings:
     stage = values.integer(value)
     if not 0 <= stage < len(STAGES):
-        raise ConfigError(f"expected a stage from 0 to 3, got {value!r}", hint="stage 3 is FULL_SHARD")
+        raise ConfigError(f"expected a stage from 0 to 3, got {value!r}", hint="use stage 3 for FULL_SHARD")
     return {"sharding.strategy": STAGES[stage]}
 
 
 _PARAMETERS, _OPTIMIZER = "sharding.cpu_offload", "sharding.offload_main_weights"
 """DeepSpeed's names for offload of parameters, and of the optimizer."""
 _SAVED = "sharding.offload_activations"
-_WITH_PARAMETERS = "what is gathered from is made from main weights, which go along"
-_WITH_OPTIMIZER = "main weights and the state they are updated with go together"
+_WITH_PARAMETERS = "the gather inputs are made from main weights, which are offloaded too"
+_WITH_OPTIMIZER = "main weights are offloaded together with the optimizer state"
 
 
 def _offload_device(target: str, value: Any) -> Settings:
     device = values.text(value).lower()
     if device == "nvme":
-        raise ConfigError("nvme: nothing is offloaded to disks", hint="use cpu, or more ranks")
+        raise ConfigError(
+            "nvme is not supported because state cannot be offloaded to disks",
+            hint="use cpu, or use more ranks",
+        )
     if device not in ("cpu", "none"):
         raise ConfigError(f"expected cpu or none, got {value!r}", hint="use cpu")
     return {target: True} if device == "cpu" else {}
@@ -72,7 +75,10 @@ def _mode(mode: str) -> Any:
 
 def _loss_scale(value: Any) -> Settings:
     if values.number(value) != 0:
-        raise ConfigError(f"a constant loss scale of {value} is not supported", hint="use 0, which adapts the scale")
+        raise ConfigError(
+            f"a constant loss scale of {value} is not supported",
+            hint="use 0, which selects a dynamic scale",
+        )
     return {}
 
 
@@ -81,7 +87,7 @@ def _batch(value: Any) -> str:
         return AUTO
     if values.integer(value) < 1:
         raise ValueError(f"expected 1 or more, got {value!r}")
-    return "the script's data loader has the batch size"
+    return "the script's data loader sets the batch size"
 
 
 _KINDS = ("type", "torch_adam", "adam_w_mode")
@@ -93,8 +99,8 @@ def _made_by_script(value: Any) -> str:
     numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)
-        raise ConfigError(f"the script makes it, and would not use {names}", hint="give the values in the script")
-    return "the script makes it"
+        raise ConfigError(f"the script creates it and would ignore {names}", hint="set the values in the script")
+    return "the script creates it"
 
 
 def _leaves(value: Any) -> list[Entry]:
@@ -113,7 +119,7 @@ def _switched_off(because: str) -> Any:
             flags = [entry.value for entry in value if entry.key.lower().endswith("enabled")]
             enabled = any(values.boolean(flag) for flag in flags) if flags else bool(value)
         if enabled not in (False, None, {}, []):
-            raise ConfigError(f"not supported: {because}", hint="leave it out, or set enabled: false in it")
+            raise ConfigError(f"it is not supported: {because}", hint="leave it out, or set enabled: false in it")
         return {}
 
     return read
@@ -127,7 +133,7 @@ def _translated(name: str, target: str, because: str, read: Read) -> Key:
     return Key(name, Status.TRANSLATED, target, because=because, read=read)
 
 
-_STAGE_NAMES = "a stage is a strategy"
+_STAGE_NAMES = "each stage corresponds to a strategy"
 
 
 def _offload_section(target: str, because: str) -> Dialect:
@@ -136,7 +142,7 @@ def _offload_section(target: str, because: str) -> Dialect:
         (
             _translated("device", target, because, partial(_offload_device, target)),
             *no_effect(
-                "the engine manages host memory and transfers, and offloads nothing to disks",
+                "the engine manages host memory and transfers and does not offload to disks",
                 *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio"),
                 *("pipeline", "pipeline_read", "pipeline_write", "nvme_path"),
             ),
@@ -155,7 +161,7 @@ _ZERO = Dialect(
         _translated(
             "zero_hpz_partition_size",
             "sharding.shard_size",
-            "gradients and optimizer state are sharded inside the group too",
+            "gradients and optimizer state are also sharded within the group",
             _group,
         ),
         _translated("mics_shard_size", "sharding.shard_size", "", _group),
@@ -172,13 +178,13 @@ _ZERO = Dialect(
             "cpu_offload_use_pin_memory",
         ),
         *no_effect(
-            "save_model gives whole weights and load_state loads at any world size",
+            "save_model writes unsharded weights, and load_state loads at any world size",
             *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
             *("gather_16bit_weights_on_model_save", "load_from_fp32_weights", "elastic_checkpoint"),
             *("pipeline_loading_checkpoint",),
         ),
         *refused(
-            "precision.gather_as and reduce_as round what is sent",
+            "precision.gather_as and precision.reduce_as set the dtypes of messages",
             *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
             *("zeropp_loco_param",),
         ),
@@ -198,12 +204,12 @@ def _finish(reading: Reading) -> None:
         make_hybrid(reading, size)
     elif reading.entries and "stage" not in reading.entries:
         at = reading.entries.get("zero_optimization") or next(iter(reading.entries.values()))
-        text = "has no stage, which is 0 (NO_SHARD) to DeepSpeed, and the strategy's default here: write one"
+        text = "has no stage, which means 0 (NO_SHARD) in DeepSpeed but the default strategy here; set a stage"
         reading.notes.append(Note(at.origin, "zero_optimization", Status.TRANSLATED, text))
     whole, micro = (reading.entries.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu"))
     said = "gradient_accumulation_steps" in reading.entries
     if whole is not None and micro is not None and not (said or is_auto(whole.value) or is_auto(micro.value)):
-        text = f"and {micro.key} do not set gradient_accumulation_steps here: write it, or a step is one micro-batch"
+        text = f"and {micro.key} do not set gradient_accumulation_steps here; set it, or a step has one micro-batch"
         reading.notes.append(Note(whole.origin, whole.key, Status.NO_EFFECT, text))
 
 
@@ -220,11 +226,11 @@ _FP16 = Dialect(
         Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("fp16")),
         Key("loss_scale", read=_loss_scale),
         *no_effect(
-            "GradScalerKwargs in the script shape the loss scale, and inputs are cast",
+            "the script sets the loss scale with GradScalerKwargs, and inputs are cast",
             *("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
             *("opt_level", "auto_cast"),
         ),
-        *refused("main weights are float32", "fp16_master_weights_and_grads"),
+        *refused("main weights are always float32", "fp16_master_weights_and_grads"),
     ),
     finish=_finish_fp16,
 )
@@ -233,20 +239,20 @@ _BF16 = Dialect(
     (
         Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("bf16")),
         *no_effect("gradients are reduced in float32", "immediate_grad_update", "check_grad_overflow"),
-        *refused("main weights are float32", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+        *refused("main weights are always float32", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
     ),
 )
 _ACTIVATIONS = Dialect(
     "activation_checkpointing",
     (
         *refused(
-            "activations are recomputed, kept or moved to the host, not divided",
+            "activations can be recomputed or offloaded, but not partitioned",
             *("partition_activations", "contiguous_memory_optimization"),
         ),
         _translated(
             "cpu_checkpointing",
             _SAVED,
-            "with activation checkpointing it is the units' inputs that are moved",
+            "with activation checkpointing, the inputs of units are offloaded",
             switch(_SAVED, True),
         ),
         *no_effect(
@@ -257,7 +263,7 @@ _ACTIVATIONS = Dialect(
 )
 _DTYPES = Dialect(
     "data_types",
-    (*no_effect("gradients are accumulated in the main weights' dtype, float32", "grad_accum_dtype"),),
+    (*no_effect("gradients are accumulated in float32, the dtype of main weights", "grad_accum_dtype"),),
 )
 _REPORTS = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler")
 _DIVISIONS = ("elasticity", "tensor_parallel", "pipeline", "sparse_attention", "hybrid_engine")
@@ -274,23 +280,23 @@ DEEPSPEED = Dialect(
         Key("bf16", section=_BF16, spellings=("bfloat16",)),
         *STEP_KEYS,
         *no_effect(
-            "the script's data loader decides", "train_batch_size", "train_micro_batch_size_per_gpu", read=_batch
+            "the script's data loader determines it", "train_batch_size", "train_micro_batch_size_per_gpu", read=_batch
         ),
-        *no_effect("the script makes it", "optimizer", "scheduler", read=_made_by_script),
+        *no_effect("the script creates it", "optimizer", "scheduler", read=_made_by_script),
         Key("activation_checkpointing", section=_ACTIVATIONS),
         Key("data_types", section=_DTYPES),
         *no_effect(
-            "the script has the optimizer and the metrics, gradients are summed in float32, and disks hold nothing",
+            "the script controls optimizer and metrics, gradients are summed in float32, and disks are not used",
             *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "aio", "checkpoint"),
             *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "fp32_allreduce"),
             *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
             *("seq_parallel_communication_data_type", "load_universal_checkpoint"),
         ),
-        *refused("gradients are dense", "sparse_gradients"),
-        *_off("the script writes its metrics", *_REPORTS),
-        *_off("the launcher sets the number of ranks, and only data parallelism divides the work", *_DIVISIONS),
+        *refused("gradients are always dense", "sparse_gradients"),
+        *_off("the script must write its metrics", *_REPORTS),
+        *_off("the launcher sets the number of ranks, and only data parallelism is supported", *_DIVISIONS),
         *_off("data, autocasting and compression are up to the script", *_OTHER_PARTS),
-        *_off("set sharding.compile, which compiles every unit", "compile"),
+        *_off("use sharding.compile, which compiles every unit", "compile"),
     ),
     finish=_finish,
 )
@@ -301,14 +307,14 @@ DEEPSPEED_SHORT = Dialect(
         _translated("zero_stage", "sharding.strategy", _STAGE_NAMES, _stage),
         _translated("offload_param_device", _PARAMETERS, _WITH_PARAMETERS, partial(_offload_device, _PARAMETERS)),
         _translated("offload_optimizer_device", _OPTIMIZER, _WITH_OPTIMIZER, partial(_offload_device, _OPTIMIZER)),
-        *no_effect("nothing is offloaded to disks", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
+        *no_effect("state cannot be offloaded to disks", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
         *STEP_KEYS,
-        *no_effect("models on the meta device are initialised shard by shard", "zero3_init_flag"),
-        *no_effect("save_model gives whole weights", "zero3_save_16bit_model"),
+        *no_effect("models on the meta device are initialized shard by shard", "zero3_init_flag"),
+        *no_effect("save_model writes unsharded weights", "zero3_save_16bit_model"),
         Key("deepspeed_config_file", because="its settings are read"),
-        *no_effect("the launcher starts hosts the same way for every strategy", "deepspeed_multinode_launcher"),
+        *no_effect("the launcher starts hosts in the same way for every strategy", "deepspeed_multinode_launcher"),
         *refused(
-            "hosts meet by main_process_ip or in a Slurm allocation",
+            "hosts find each other through main_process_ip or a Slurm allocation",
             *("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
         ),
         *refused("experts are sharded like other modules", "deepspeed_moe_layer_cls_names"),

@@ -120,8 +120,8 @@ def refuse(problems: Iterable[Problem]) -> None:
         lines.append(f"  {problem}" + (f" ({problem.hint})" if problem.hint and problem.hint not in said else ""))
         said.add(problem.hint)
     raise ConfigError(
-        "\n".join([f"{len(problems)} problems", *lines]),
-        hint="fix these and try again; `fullshard config check` checks without running",
+        "\n".join([f"the configuration has {len(problems)} problems", *lines]),
+        hint="fix these problems and try again; `fullshard config check` checks a file without running it",
     )
 
 
@@ -217,12 +217,12 @@ class Dialect:
     def _unknown(self, entry: Entry) -> Problem:
         for key in self.keys:
             if key.section is not None and key.section.find(entry.key):
-                message = f"{entry.key!r} stands outside its section"
+                message = f"{entry.key!r} is outside its section"
                 return Problem((entry.origin,), message, f"write it under {key.name!r}")
         known = {_normal(spelling): spelling for spelling in self.spellings()}
         close = closest(_normal(entry.key), known, 0.6) or closest(self.prefix + _normal(entry.key), known, 0.6)
         everything = ", ".join(key.name for key in self.keys)
-        hint = f"did you mean {known[close]!r}?" if close else f"known are {everything}"
+        hint = f"did you mean {known[close]!r}?" if close else f"use one of {everything}"
         return Problem((entry.origin,), f"unknown key {entry.key!r} in {self.name}", hint)
 
 
@@ -263,7 +263,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
             return key.section.read(entry.value)
         if values.is_none(entry.value) or entry.value == {}:
             return Reading()
-        return problem(f"{entry.key} holds nested keys, got {entry.value!r}", "indent its keys below it")
+        return problem(f"{entry.key} must contain nested keys, got {entry.value!r}", "indent its keys below it")
     if key.read is None and key.status is Status.REFUSED:
         value = entry.value.strip().lower() if isinstance(entry.value, str) else entry.value
         if value in [*key.unset, [], {}, ()]:
@@ -273,7 +273,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
     if key.read is None and key.status is Status.NO_EFFECT:
         return Reading(notes=[_note(entry, key.because)])
     if key.read is None and entry.is_mapping:
-        return problem(f"{entry.key} is one value, got nested keys", "write its value after the colon")
+        return problem(f"{entry.key} must be a single value, got nested keys", "write the value after the colon")
     if key.read is not None and entry.value is None:
         return Reading(notes=[_note(entry, "it has no value")])
     try:

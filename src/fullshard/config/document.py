@@ -23,17 +23,26 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
     """Return the top-level entries of a YAML or JSON file. Raise `ConfigError` if it is missing or invalid."""
     path = local_path(path)
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory, a configuration is a file", hint="name the file in it")
+        raise ConfigError(
+            f"{path} is a directory, but a configuration must be a file",
+            hint="name the file in the directory",
+        )
     try:
         with path.open("rb") as file:
             data = file.read(MAX_NBYTES + 1)
         if len(data) > MAX_NBYTES:
-            raise ConfigError(f"{path} has more than {MAX_NBYTES} bytes", hint="a configuration is a few lines of text")
+            raise ConfigError(
+                f"{path} has more than {MAX_NBYTES} bytes",
+                hint="check the path; a configuration has only a few lines of text",
+            )
         text = data.decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
-        raise ConfigError(f"the configuration file {path} does not exist", hint=f"look in {path.parent}") from None
+        raise ConfigError(
+            f"the configuration file {path} does not exist",
+            hint=f"check the files in {path.parent}",
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", hint="a configuration is a UTF-8 text file") from None
+        raise ConfigError(f"cannot read {path}: {error}", hint="use a UTF-8 text file") from None
     return parse_document(text, str(path))
 
 
@@ -52,14 +61,15 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
         place = f"{mark.line + 1}:{mark.column + 1}" if mark is not None else "1:1"
         problem = (error.problem or "").split(" with value")[0]  # of a key that is there twice
         hint = "a key needs a colon and a space before its value, nested keys the same indentation; each stands once"
-        raise ConfigError(f"{name}:{place}: not valid YAML: {problem}", hint=hint) from None
+        raise ConfigError(f"{name}:{place}: the file is not valid YAML: {problem}", hint=hint) from None
     except Exception as error:  # ruamel raises plain errors for malformed tags and numbers
-        raise ConfigError(f"{name}:1:1: not valid YAML: {error}", hint="see the YAML syntax") from None
+        raise ConfigError(f"{name}:1:1: the file is not valid YAML: {error}", hint="check the YAML syntax") from None
     if isinstance(content, Mapping):
         return _entries(content, name, itertools.count(1))
     got = "nothing" if content is None else "a list" if isinstance(content, list) else "a single value"
     raise ConfigError(
-        f"{name}:1:1: expected `key: value` lines, got {got}", hint="`fullshard config default` writes an example"
+        f"{name}:1:1: expected `key: value` lines, got {got}",
+        hint="use `fullshard config default` to write an example",
     )
 
 
@@ -75,7 +85,10 @@ def _entries(mapping: Any, name: str, values: Iterator[int]) -> tuple[Entry, ...
 
 def _value(value: Any, name: str, values: Iterator[int]) -> Any:
     if next(values) > _MAX_VALUES:
-        raise ConfigError(f"{name}: more than {_MAX_VALUES} values", hint="check its aliases (*name)")
+        raise ConfigError(
+            f"{name}: the file has more than {_MAX_VALUES} values",
+            hint="check the aliases (*name) in the file",
+        )
     if isinstance(value, Mapping):
         return _entries(value, name, values)
     if isinstance(value, list):
@@ -92,8 +105,8 @@ def _check_json(text: str, name: str) -> None:
         json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}",
-            hint="JSON has double quotes, no comments and no comma after the last item",
+            f"{name}:{error.lineno}:{error.colno}: the file is not valid JSON: {error.msg}",
+            hint="use double quotes, no comments, and no comma after the last item",
         ) from None
     except (ValueError, RecursionError) as error:  # a number of 5000 digits; 1000 brackets
-        raise ConfigError(f"{name}:1:1: not valid JSON: {error}", hint="check the file") from None
+        raise ConfigError(f"{name}:1:1: the file is not valid JSON: {error}", hint="check the file") from None

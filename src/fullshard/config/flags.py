@@ -48,7 +48,7 @@ def _endpoint(value: Any) -> Settings:
 
 def _sharded(value: Any) -> Settings:
     if not values.boolean(value):
-        raise ConfigError("the model is always sharded", hint="use --strategy NO_SHARD for whole copies")
+        raise ConfigError("the model is always sharded", hint="use --strategy NO_SHARD to keep unsharded replicas")
     return {}
 
 
@@ -58,32 +58,32 @@ _LAUNCHER_KEYS = (
         "multi_gpu",
         Status.TRANSLATED,
         "sharding.strategy",
-        because="whole copies of the model",
+        because="every rank has an unsharded replica",
         read=switch("sharding.strategy", "NO_SHARD"),
     ),
     Key("use_fsdp", read=_sharded),
-    Key("use_parallelism_config", Status.NO_EFFECT, because="the --parallelism_config_* flags are read as they are"),
-    Key("use_deepspeed", Status.NO_EFFECT, because="the flags and the file of DeepSpeed are translated anyway"),
+    Key("use_parallelism_config", Status.NO_EFFECT, because="the --parallelism_config_* flags are always read"),
+    Key("use_deepspeed", Status.NO_EFFECT, because="DeepSpeed's flags and file are always translated"),
     Key("nnodes", Status.TRANSLATED, "launch.num_machines", read=hosts),
     Key("node_rank", Status.TRANSLATED, "launch.machine_rank"),
     Key("master_addr", Status.TRANSLATED, "launch.main_process_ip"),
     Key("master_port", Status.TRANSLATED, "launch.main_process_port"),
     Key("rdzv_endpoint", Status.TRANSLATED, "launch.main_process_ip", read=_endpoint),
-    Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is taken"),
-    Key("start_method", Status.NO_EFFECT, because="every process is started anew, as with spawn"),
-    Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
+    Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is used"),
+    Key("start_method", Status.NO_EFFECT, because="every process is started from scratch, as with spawn"),
+    Key("shutdown_timeout", Status.NO_EFFECT, because="processes always have 3 seconds to end after a signal"),
     Key("tpu", Status.TRANSLATED, because=XLA_TRAINS, read=asks_for_xla),
-    *no_effect("the launcher starts processes on its own host alone", "no_tpu_cluster"),
+    *no_effect("the launcher only starts processes on its own host", "no_tpu_cluster"),
 )
 
 _NOT_HERE = {
     "models can only be divided by sharding": ("megatron_lm_", "use_megatron_lm"),
-    "jobs are started on machines of your own": ("aws_",),
+    "jobs are started on your own machines": ("aws_",),
     "8-bit floating point is not supported": ("fp8_",),
     ON_EACH_HOST: ("tpu_cluster", "vm"),
-    "set the variables where the launcher is started: processes have them, too": ("env",),
+    "set the variables where you start the launcher; processes inherit them": ("env",),
     "processes are started by the launcher or by Slurm": ("mpirun_",),
-    "torchrun has it, not this": (
+    "only torchrun has this flag": (
         *("run_path", "virtual_local_rank", "logs_specs", "local_ranks_filter", "numa_binding", "signals_to_handle"),
         *("event_log_handler", "duplicate_stdout_filters", "duplicate_stderr_filters"),
     ),
@@ -179,7 +179,7 @@ class CommandLine:
         if (further := self.options.get("fsdp_config")) is not None:
             value, origin = str(further.value), further.origin
             if " " in value.strip() and not value.lstrip().startswith("{") and not Path(value).exists():
-                raise ConfigError(f"{origin}: {value!r} is not a file", hint="is a closing quote missing?")
+                raise ConfigError(f"{origin}: {value!r} is not a file", hint="check whether a closing quote is missing")
             readings.append(load_fsdp_config(value, origin.text))
         if (words := self.options.get("fsdp")) is not None:
             readings.append(read_fsdp_words(words.value, words.origin))
@@ -219,13 +219,13 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
     if name is None or found is None:
         why = next((why for why, families in _NOT_HERE.items() if (name or "").startswith(families)), None)
         if why is not None:
-            raise ConfigError(f"not supported: {why}", hint="leave it out")
+            raise ConfigError(f"it is not supported: {why}", hint="leave it out")
         raise ConfigError("unknown flag", hint=_suggestion(spelled))
     consumed: list[str] = []
     content: Any = value
     if isinstance(found, Option) and not found.metavar:
         if equals:
-            raise ConfigError(f"takes no value, got {value!r}", hint=f"write {spelled}")
+            raise ConfigError(f"the flag does not take a value, got {value!r}", hint=f"write {spelled}")
         content = True
     elif negated and not equals:
         content = False
@@ -235,13 +235,13 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
             consumed = [content := rest.pop(0)]
     elif not equals:
         if not rest or rest[0].startswith("--"):
-            raise ConfigError("needs a value", hint=f"write {spelled}=VALUE")
+            raise ConfigError("the flag requires a value", hint=f"write {spelled}=VALUE")
         consumed = [content := rest.pop(0)]
     entry = Entry(name, content, Origin.flag(spelled))
     if not isinstance(found, Option):
         line.entries.append(entry)
     elif found.name in line.options and line.options[found.name].value != content:
-        raise ConfigError("given twice, with different values", hint="keep one")
+        raise ConfigError("the flag was given twice with different values", hint="keep one of the two")
     else:
         line.options[found.name] = entry
         line.kind = _KINDS.get(found.name, line.kind)
@@ -281,4 +281,4 @@ def _suggestion(spelled: str) -> str:
     close = next(iter(longer), None) or closest(wanted, known, 0.6)
     if close:
         return f"did you mean --{close}?"
-    return "flags of the script come after the script; `fullshard launch --help` lists the others"
+    return "put flags of the script after the script; see `fullshard launch --help` for the others"

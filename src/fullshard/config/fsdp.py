@@ -38,7 +38,10 @@ def _min_num_params(value: Any) -> Settings | str:
 
 def _strategy(value: Any) -> Settings:
     if isinstance(value, bool):
-        raise ConfigError(f"expected a strategy's name or number, got {value!r}", hint="for example FULL_SHARD")
+        raise ConfigError(
+            f"expected the name or number of a strategy, got {value!r}",
+            hint="use a strategy, for example FULL_SHARD",
+        )
     return {"sharding.strategy": parse_strategy(value).name}
 
 
@@ -54,7 +57,8 @@ def _reshard(value: Any) -> Settings:
         return {"sharding.reshard_after_forward": values.boolean(value)}
     except ValueError:
         raise ConfigError(
-            f"expected true, false or auto, got {value!r}", hint="or, with fsdp_version 1, the name of a strategy"
+            f"expected true, false or auto, got {value!r}",
+            hint="with fsdp_version 1, you can also use the name of a strategy",
         ) from None
 
 
@@ -68,11 +72,11 @@ def _state_dict(value: Any) -> Settings:
 
 def _version(value: Any) -> None:
     if values.integer(value) not in (1, 2):
-        raise ConfigError(f"expected 1 or 2, got {value!r}", hint="leave it out: both mean the same here")
+        raise ConfigError(f"expected 1 or 2, got {value!r}", hint="leave it out; both versions have the same effect")
 
 
 FSDP_KEYS = (
-    Key("fsdp_version", Status.NO_EFFECT, because="one engine has the interface of both versions", read=_version),
+    Key("fsdp_version", Status.NO_EFFECT, because="the engine has the interface of both versions", read=_version),
     Key("fsdp_sharding_strategy", target="sharding.strategy", read=_strategy),
     Key("fsdp_reshard_after_forward", target="sharding.reshard_after_forward", read=_reshard),
     Key("fsdp_offload_params", target="sharding.cpu_offload", spellings=("fsdp_cpu_offload",)),
@@ -108,7 +112,7 @@ FSDP_KEYS = (
     Key("fsdp_offload_activations", target="sharding.offload_activations", spellings=("fsdp_activation_cpu_offload",)),
     Key("fsdp_activation_checkpointing_offload", target="sharding.offload_activations"),
     Key("fsdp_ignored_modules", target="sharding.ignored_modules"),
-    *no_effect("the engine bounds the units in flight itself", "fsdp_limit_all_gathers", read=checked(values.boolean)),
+    *no_effect("the engine always limits the units in flight", "fsdp_limit_all_gathers", read=checked(values.boolean)),
 )
 
 
@@ -136,14 +140,14 @@ def _finish_wrap(reading: Reading) -> None:
     wrap, size = reading.setting("sharding.wrap"), reading.setting("sharding.wrap_min_numel")
     classes = reading.setting("sharding.wrap_classes")
     if classes is not None and classes.value and (other := wrap or size) is not None and other.value not in _BY_CLASS:
-        message = f"{classes.key} names classes, and {other.key} chooses units in another way"
-        hint = "use TRANSFORMER_BASED_WRAP, or leave one of them out"
+        message = f"{classes.key} selects units by class, but {other.key} selects them in another way"
+        hint = "use TRANSFORMER_BASED_WRAP, or leave out one of the two"
         reading.problems.append(Problem((classes.origin, other.origin), message, hint))
     elif wrap is not None and wrap.value != "size":
-        reading.drop("sharding.wrap_min_numel", f"it goes with SIZE_BASED_WRAP, and {wrap.key} is another")
+        reading.drop("sharding.wrap_min_numel", f"it only applies to SIZE_BASED_WRAP, but {wrap.key} has another value")
     elif wrap is not None and size is None:
         reading.settings.append(Setting("sharding.wrap_min_numel", DEFAULT_MIN_NUM_PARAMS, wrap.origin, wrap.key))
-        text = f"takes units of {DEFAULT_MIN_NUM_PARAMS:,} parameters, because fsdp_min_num_params is not given"
+        text = f"uses units of {DEFAULT_MIN_NUM_PARAMS:,} parameters because fsdp_min_num_params is not set"
         reading.notes.append(Note(wrap.origin, wrap.key, Status.TRANSLATED, text))
 
 
@@ -156,7 +160,7 @@ def _finish_strategy(reading: Reading) -> None:
         return  # the schema refuses what a row cannot honour
     version = reading.entries.get("fsdp_version")
     if version is not None and str(version.value).strip() == "2":
-        text = f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which version 2 goes by"
+        text = f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which determines the strategy in version 2"
         reading.notes.append(Note(strategy.origin, strategy.key, Status.TRANSLATED, text))
         return
     message = f"{strategy.key} = {row.name} and {reshard.key} = {str(reshard.value).lower()} contradict each other"
@@ -169,8 +173,10 @@ def make_hybrid(reading: Reading, because: Setting) -> None:
     old = reading.setting("sharding.strategy")
     row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
     if old is not None and not row.shards:
-        message = f"{because.key} divides the ranks into shard groups, and {old.key} means {row.name}"
-        problem = Problem((because.origin, old.origin), message, f"leave {because.key} out, or shard")
+        message = f"{because.key} divides the ranks into shard groups, but {old.key} means {row.name}"
+        problem = Problem(
+            (because.origin, old.origin), message, f"leave {because.key} out, or use a strategy that shards"
+        )
         reading.problems.append(problem)
         return
     if row.is_hybrid:
@@ -178,7 +184,7 @@ def make_hybrid(reading: Reading, because: Setting) -> None:
     name = row.with_axes(*Axis).name
     reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
     reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
-    text = f"makes the strategy {name}: sharded inside a group, replicated across groups"
+    text = f"makes the strategy {name}, which shards within a group and replicates across groups"
     reading.notes.append(Note(because.origin, because.key, Status.TRANSLATED, text))
 
 

@@ -47,7 +47,7 @@ def _read() -> tuple[RunConfig, dict[str, str]] | None:
         return RunConfig.model_validate_json(json.dumps(document)), environment
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # also for text that is not UTF-8
         raise ConfigError(
-            f"${CONFIG.name} = {path} holds no resolved configuration: {error}",
+            f"${CONFIG.name} = {path} does not contain a resolved configuration: {error}",
             hint="start the script with `fullshard launch`, or unset the variable",
         ) from None
 

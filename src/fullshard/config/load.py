@@ -59,7 +59,7 @@ def _at(entries: tuple[Entry, ...], origin: Origin) -> tuple[Entry, ...]:
 def _unknown(entry: Entry) -> Problem:
     close = closest(entry.key.lower(), [name for dialect in FILE_DIALECTS for name in dialect.spellings()], 0.6)
     hint = f"did you mean {close!r}?" if close else f"fullshard's sections are {', '.join(GROUPS)}"
-    return Problem((entry.origin,), f"unknown key {entry.key!r} in every kind of configuration", hint)
+    return Problem((entry.origin,), f"no kind of configuration has the key {entry.key!r}", hint)
 
 
 def _read(entries: tuple[Entry, ...], directory: Path) -> Reading:

@@ -111,7 +111,7 @@ class PrecisionConfig(Settings):
         ):
             if sent_as is not None and dtype is not None and not saves(sent_as, dtype):
                 raise CombinationError(
-                    f"{name} = {sent_as} saves nothing: {dtype} is sent without it",
+                    f"{name} = {sent_as} has no benefit because {dtype} is sent without it",
                     name,
                     other,
                     hint=f"leave {name} out",
@@ -214,7 +214,7 @@ class LaunchConfig(Settings):
     @classmethod
     def _is_no_tpu(cls, value: object) -> object:
         if value == "tpu":
-            raise ValueError("tpu: PyTorch/XLA's own launcher starts TPU jobs, see docs/xla.md")
+            raise ValueError("tpu is not supported because PyTorch/XLA's own launcher starts TPU jobs, see docs/xla.md")
         return value
 
     @field_validator("log_dir")
@@ -235,52 +235,52 @@ class LaunchConfig(Settings):
             return value
         ids = tuple(str(item).strip() for item in value)
         if twice := [name for name in ids if ids.count(name) > 1]:
-            raise ValueError(f"gpu_ids names {twice[0]} twice, and each process has a device of its own")
+            raise ValueError(f"gpu_ids contains {twice[0]} twice, but each process needs a separate device")
         return ids
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.machine_rank is not None and self.machine_rank >= self.num_machines:
             raise CombinationError(
-                f"machine_rank = {self.machine_rank} of num_machines = {self.num_machines}",
+                f"machine_rank is {self.machine_rank}, but num_machines is {self.num_machines}",
                 "machine_rank",
                 "num_machines",
-                hint="machine ranks count from 0",
+                hint="use a machine rank from 0 to num_machines - 1",
             )
         if self.num_processes is not None and self.num_processes % self.num_machines:
             raise CombinationError(
-                f"num_processes = {self.num_processes} cannot be shared equally by num_machines = {self.num_machines}",
+                f"num_processes = {self.num_processes} is not a multiple of num_machines = {self.num_machines}",
                 "num_processes",
                 "num_machines",
-                hint="num_processes is the total over all hosts; use a multiple of num_machines",
+                hint="set num_processes, the total over all hosts, to a multiple of num_machines",
             )
         if self.min_machines is not None and self.min_machines > self.num_machines:
             raise CombinationError(
-                f"min_machines = {self.min_machines} of num_machines = {self.num_machines}",
+                f"min_machines = {self.min_machines} is more than num_machines = {self.num_machines}",
                 "min_machines",
                 "num_machines",
-                hint="num_machines is the most that there may be",
+                hint="set num_machines to the maximum number of hosts",
             )
         if self.is_elastic and (self.machine_rank is not None or self.rdzv_backend == "static"):
             raise CombinationError(
-                "hosts that may come and go have no fixed machine rank",
+                "a job with a variable number of hosts cannot have a fixed machine rank",
                 "min_machines",
                 "rdzv_backend" if self.machine_rank is None else "machine_rank",
-                hint="leave it out: ranks follow the order of arrival",
+                hint="leave it out; ranks follow the order in which hosts join",
             )
         if self.num_machines > 1 and self.main_process_port == 0:
             raise CombinationError(
-                "main_process_port = 0 lets one host choose a port that the others cannot know",
+                "with main_process_port = 0, one host chooses a port that the others do not know",
                 "main_process_port",
                 "num_machines",
-                hint="name a port, for example 29500",
+                hint="set a port, for example 29500",
             )
         if self.rdzv_backend == "static" and self.num_machines > 1 and self.machine_rank is None:
             raise CombinationError(
-                "the static rendezvous of several hosts needs machine_rank",
+                "the static rendezvous of several hosts requires machine_rank",
                 "rdzv_backend",
                 "machine_rank",
-                hint="give --machine_rank on each host, or use rdzv_backend: c10d",
+                hint="set --machine_rank on each host, or use rdzv_backend: c10d",
             )
         return self
 
@@ -378,10 +378,10 @@ class RunConfig(Settings):
         ):
             if training.step_in_backward and is_set:
                 raise CombinationError(
-                    f"step_in_backward uses each gradient up before {why}",
+                    f"step_in_backward consumes each gradient before {why}",
                     "training.step_in_backward",
                     other,
-                    hint="leave one of them out",
+                    hint="leave out one of the two",
                 )
         return self
 
@@ -391,7 +391,8 @@ class RunConfig(Settings):
         for name in ("gather_as", "reduce_as"):
             if getattr(self.precision, name) is not None and not row.shards:
                 raise CombinationError(
-                    f"{name} rounds what is sent along the shard axis, but {self.sharding.strategy} has none",
+                    f"{name} rounds messages along the shard axis, but {self.sharding.strategy} does not have this "
+                    "axis",
                     f"precision.{name}",
                     "sharding.strategy",
                     hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {name} out",
@@ -399,7 +400,8 @@ class RunConfig(Settings):
         size, launch = self.sharding.shard_size, self.launch
         if row.is_hybrid and size is None and launch.num_machines == 1 and launch.num_processes:
             raise CombinationError(
-                f"{self.sharding.strategy} on one host without shard_size would be one shard group, without replicas",
+                f"{self.sharding.strategy} on one host without shard_size would form a single shard group without "
+                "replicas",
                 "sharding.strategy",
                 "sharding.shard_size",
                 hint="set shard_size to the number of ranks per shard group, or use FULL_SHARD",

@@ -108,7 +108,8 @@ class Settings(BaseModel):
             return value
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(
-                f"{cls.__name__} cannot be made of a {type(value).__name__}", hint="pass a dict of settings"
+                f"{cls.__name__} cannot be built from a {type(value).__name__}",
+                hint="pass a dict of settings",
             )
         return cls(**(value or {}))
 

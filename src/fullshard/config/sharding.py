@@ -190,10 +190,11 @@ class ShardingConfig(Settings):
             value = getattr(self, name)
             if (self.wrap == kind) != bool(value):
                 raise CombinationError(
-                    f"wrap = {self.wrap!r} with {name} = {list(value) if kind == 'class' else value}",
+                    f"wrap = {self.wrap!r} cannot be combined with {name} = "
+                    f"{list(value) if kind == 'class' else value}",
                     "wrap",
                     name,
-                    hint=f"{name} goes with wrap: {kind}, and wrap: {kind} needs it",
+                    hint=f"use {name} together with wrap: {kind}, or leave both out",
                 )
         return self
 
@@ -212,7 +213,7 @@ class ShardingConfig(Settings):
                 )
         if self.activation_checkpointing_mode == "selective" and getattr(self, other):
             raise CombinationError(
-                f"activation_checkpointing_mode = 'selective' looks at single operations, which {other} hides",
+                f"activation_checkpointing_mode = 'selective' inspects individual operations, which {other} hides",
                 "activation_checkpointing_mode",
                 other,
                 hint="use activation_checkpointing_mode: full",
@@ -220,7 +221,7 @@ class ShardingConfig(Settings):
         for name in ("activation_checkpointing", "offload_activations"):
             if getattr(self, name) and self.wrap == "none":
                 raise CombinationError(
-                    f"{name} works unit by unit, and wrap = 'none' makes the model one unit",
+                    f"{name} works unit by unit, but wrap = 'none' makes the model a single unit",
                     name,
                     "wrap",
                     hint=f"use wrap: auto, or leave {name} out",
@@ -232,14 +233,14 @@ class ShardingConfig(Settings):
         row = self.resolved_strategy()
         if self.unsharded_memory_gib is not None and not self.keeps_what_fits:
             raise CombinationError(
-                "unsharded_memory_gib is a budget for reshard_after_forward = 'auto', which is not set",
+                "unsharded_memory_gib only applies to reshard_after_forward = 'auto', which is not set",
                 "unsharded_memory_gib",
                 hint="set reshard_after_forward: auto, or leave unsharded_memory_gib out",
             )
         switch = self._first_offload
         if switch is not None and not row.shards:
             raise CombinationError(
-                f"{switch} moves shards to the host, and {row.name} has none",
+                f"{switch} moves shards to the host, but {row.name} has no shards",
                 switch,
                 "strategy",
                 hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {switch} out",
@@ -248,7 +249,7 @@ class ShardingConfig(Settings):
             main = "offload_main_weights" if self.offload_main_weights else "cpu_offload"
             if getattr(self, main):
                 raise CombinationError(
-                    f"{main} has the optimizer update main weights on the host, and its state is not there",
+                    f"{main} makes the optimizer update main weights on the host, but its state is on the device",
                     "offload_optimizer_state",
                     main,
                     hint="leave offload_optimizer_state out",
@@ -300,7 +301,8 @@ class ShardingConfig(Settings):
             if row.frees_after_forward:
                 return row
             raise CombinationError(
-                f"reshard_after_forward = 'auto' decides which units are kept, and {row.name} keeps all",
+                f"reshard_after_forward = 'auto' decides which units stay unsharded, but {row.name} keeps all units "
+                "unsharded",
                 "reshard_after_forward",
                 "strategy",
                 hint="use FULL_SHARD or HYBRID_SHARD, or leave reshard_after_forward out",
@@ -311,8 +313,8 @@ class ShardingConfig(Settings):
         if other is not None:
             return other
         raise CombinationError(
-            f"reshard_after_forward = {self.reshard_after_forward} means nothing for {row.name}: it "
-            + ("keeps parameters whole" if row.shards else "shards nothing"),
+            f"reshard_after_forward = {self.reshard_after_forward} has no effect with {row.name}, which "
+            + ("keeps parameters unsharded" if row.shards else "does not shard anything"),
             "reshard_after_forward",
             "strategy",
             hint="leave reshard_after_forward out, or use FULL_SHARD",

@@ -35,7 +35,7 @@ class Switch:
         """Return the value in `os.environ` or `environ`, or the first of `values` if it is unset or empty."""
         value = (os.environ if environ is None else environ).get(self.name, "").strip()
         if self.is_wrong(value):
-            raise ConfigError(f"${self.name} = {value!r}", hint=self.hint)
+            raise ConfigError(f"${self.name} has the invalid value {value!r}", hint=self.hint)
         return value or next(iter(self.values), "")
 
     def is_wrong(self, value: str) -> bool:
@@ -45,7 +45,7 @@ class Switch:
     @property
     def hint(self) -> str:
         """Return a hint for an invalid value."""
-        return f"use {' or '.join(self.values) or self.form}, or leave it out"
+        return f"use {' or '.join(self.values) or self.form}, or unset it"
 
 
 def _is_time(text: str) -> bool:
@@ -69,58 +69,60 @@ _MOST_SECONDS = 10**9
 
 COMM = Switch(
     "FULLSHARD_COMM",
-    "what ranks on CPUs send through",
-    {"auto": "the fastest that all of them can have", "gloo": "torch's Gloo, without shared memory"},
+    "the transport between ranks on CPUs",
+    {"auto": "the fastest that all ranks support", "gloo": "torch's Gloo, without shared memory"},
 )
 OFFLOAD = Switch(
     "FULLSHARD_OFFLOAD",
     "copies between host and device",
     {
-        "overlap": "beside what is computed",
-        "in-turn": "one after the other, without streams",
-        "rehearse": "also on a CPU, to further memory, to see what is moved",
+        "overlap": "in parallel with computation",
+        "in-turn": "sequentially, without streams",
+        "rehearse": "also on a CPU, to separate memory, to test the copies",
     },
 )
 TIMEOUT = Switch(
     "FULLSHARD_TIMEOUT",
-    "how long a rank waits for another, where the script does not say",
+    "how long a rank waits for another if the script does not set a time",
     form="a number of seconds",
     takes=_is_time,
 )
-TOKEN = Switch("FULLSHARD_TOKEN", "what the launchers of a job on several hosts must all know")
-CONFIG = Switch("FULLSHARD_CONFIG", "file with the resolved configuration")
+TOKEN = Switch("FULLSHARD_TOKEN", "the secret shared by the launchers of a job on several hosts")
+CONFIG = Switch("FULLSHARD_CONFIG", "the file with the resolved configuration")
 LAUNCHER_PID = Switch(
     "FULLSHARD_LAUNCHER_PID",
-    "the launcher's process, with which workers end",
-    form="the number of a process",
+    "the launcher's process ID; workers end when it ends",
+    form="a process ID",
     takes=_is_count,
 )
 PREEMPTION_DIR = Switch(
-    "FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, stop because of one, and where they are"
+    "FULLSHARD_PREEMPTION_DIR", "the directory where ranks report how they handle signals, and their progress"
 )
 ELASTIC = Switch(
-    "FULLSHARD_ELASTIC", "fewest and most ranks of a job whose hosts may come and go", form="MIN:MAX", takes=_is_span
+    "FULLSHARD_ELASTIC", "the minimum and maximum number of ranks of an elastic job", form="MIN:MAX", takes=_is_span
 )
-COPIES_DIR = Switch("FULLSHARD_COPIES_DIR", "where ranks may keep copies of their state in host memory")
+COPIES_DIR = Switch("FULLSHARD_COPIES_DIR", "the directory where ranks may keep copies of their state in host memory")
 MAX_LOST_STEPS = Switch(
     "FULLSHARD_MAX_LOST_STEPS",
-    "how many steps a kill may undo, for a script's `MemoryCopies`",
+    "the maximum number of steps that a kill may lose, for `MemoryCopies` in a script",
     form="a number of steps",
     takes=_is_count,
 )
 HANDED_OVER = (
-    Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan", form="1", takes="1".__eq__),
+    Switch("FULLSHARD_CHECK_PLAN", "whether a step is compared with its plan", form="1", takes="1".__eq__),
     CONFIG,
     COPIES_DIR,
     ELASTIC,
     MAX_LOST_STEPS,
     LAUNCHER_PID,
     PREEMPTION_DIR,
-    Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward", form="1", takes="1".__eq__),
-    Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
+    Switch(
+        "FULLSHARD_STEP_IN_BACKWARD", "whether the script's optimizer steps in backward", form="1", takes="1".__eq__
+    ),
+    Switch("FULLSHARD_TRAINER_HOOK", "the function that gives a script fullshard's Trainer"),
 )
 SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *HANDED_OVER)}
-"""All of them, by name; those that the launcher sets come last."""
+"""All variables by name. Those that the launcher sets come last."""
 
 
 def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | None:
@@ -141,10 +143,10 @@ def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         value = environ[name].strip()
         if name not in SWITCHES:
             close = difflib.get_close_matches(name, SWITCHES, n=1, cutoff=0.85)
-            hint = f"did you mean {close[0]}?" if close else f"unset it; known are {', '.join(SWITCHES)}"
+            hint = f"did you mean {close[0]}?" if close else f"unset it; the known variables are {', '.join(SWITCHES)}"
             yield name, f"unknown variable {name} = {value!r}", hint
         elif SWITCHES[name].is_wrong(value):
-            yield name, f"{name} = {value!r}", SWITCHES[name].hint
+            yield name, f"{name} has the invalid value {value!r}", SWITCHES[name].hint
 
 
 def check_switches() -> None:

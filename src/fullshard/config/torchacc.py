@@ -45,7 +45,7 @@ def _refused(because: str, unset: Any = None) -> Key:
 
 
 _MODE = "precision.mode"
-_NO_PIPELINE = _no_effect("pipeline parallelism is not supported, so there is nothing to steer")
+_NO_PIPELINE = _no_effect("pipeline parallelism is not supported")
 
 
 def _shard_size(size: Any) -> Settings:
@@ -54,7 +54,7 @@ def _shard_size(size: Any) -> Settings:
 
 
 def _annotates(_value: Any) -> Settings:
-    require_xla("a callable that annotates outputs", "leave it out: here outputs belong to each rank alone")
+    require_xla("a callable that annotates outputs", "leave it out; every rank has its own outputs")
     return {}
 
 
@@ -72,16 +72,16 @@ def _as_set(value: object) -> object:
 
 def _as_order(value: object) -> object:
     if not isinstance(value, list) or sorted(value, key=str) != sorted(AXES):
-        raise ConfigError(f"expected {list(AXES)} in some order, got {value!r}", hint="name each of the four once")
+        raise ConfigError(f"expected {list(AXES)} in any order, got {value!r}", hint="name each of the four axes once")
     return value
 
 
 def _as_buckets(value: object) -> object:
     if isinstance(value, list) and all(type(length) is int for length in value):
         if not value or min(value) < 1:
-            raise ConfigError(f"expected positive lengths, got {value!r}", hint="for example [128, 256, 512]")
+            raise ConfigError(f"expected positive lengths, got {value!r}", hint="use a list such as [128, 256, 512]")
         if value != sorted(set(value)):
-            raise ConfigError(f"expected rising lengths, got {value!r}", hint=f"write {sorted(set(value))}")
+            raise ConfigError(f"expected lengths in ascending order, got {value!r}", hint=f"write {sorted(set(value))}")
     return value
 
 
@@ -135,25 +135,27 @@ class ComputeConfig(_ConfigGroup, path="config.compute"):
     """Dtypes and kernels of the computation."""
 
     fp16: Annotated[bool, _sets(_MODE, lambda on: {_MODE: "fp16"} if on else {})] = False
-    """Compute in float16. The loss has to be scaled: use `amp.GradScaler`."""
+    """Compute in float16. Scale the loss with `amp.GradScaler`."""
     bf16: Annotated[bool, _sets(_MODE, lambda on: {_MODE: "bf16"} if on else {})] = False
     """Compute in bfloat16."""
     acc_scaled_dot_attn: Annotated[
         bool,
-        _no_effect("torch's own scaled_dot_product_attention is left in place; it takes the fastest kernel there is"),
+        _no_effect("torch's scaled_dot_product_attention is not replaced, because it chooses the fastest kernel"),
     ] = False
-    disable_kernel_patches: Annotated[bool, _no_effect("no kernels are patched in any case")] = False
+    disable_kernel_patches: Annotated[bool, _no_effect("kernels are never patched")] = False
 
 
 class MemoryConfig(_ConfigGroup, path="config.memory"):
     """Gradient checkpointing, which recomputes activations in backward."""
 
     gc: Annotated[bool, _sets("sharding.activation_checkpointing")] = False
-    """Checkpoint: the units, or what `gc_cls` names."""
+    """Checkpoint the units, or the modules of the classes in `gc_cls`."""
     gc_cls: Annotated[
         set[str] | None, BeforeValidator(_as_set), _used("these modules are checkpointed instead of the units")
     ] = None
-    gc_cnt: Annotated[int | None, _used("only so many are checkpointed, the first ones")] = Field(default=None, ge=0)
+    gc_cnt: Annotated[int | None, _used("only this number of modules is checkpointed, starting with the first")] = (
+        Field(default=None, ge=0)
+    )
 
 
 class DataLoaderConfig(_ConfigGroup, path="config.dataloader"):
@@ -163,10 +165,10 @@ class DataLoaderConfig(_ConfigGroup, path="config.dataloader"):
         None
     )
     max_length: Annotated[
-        Size | None, _used("instead of buckets: the longest, the others at equal distances below it")
+        Size | None, _used("the longest bucket, as an alternative to buckets; the others are evenly spaced below it")
     ] = None
-    num_buckets: Annotated[Size | None, _used("how many buckets, with max_length; None is 8")] = None
-    pad_value_dict: Annotated[dict[str, int | float] | None, _used("by key of a batch, what to pad with")] = None
+    num_buckets: Annotated[Size | None, _used("the number of buckets with max_length; None means 8")] = None
+    pad_value_dict: Annotated[dict[str, int | float] | None, _used("the padding value for each key of a batch")] = None
 
 
 class DPConfig(_ConfigGroup, path="config.dist.dp"):
@@ -174,7 +176,7 @@ class DPConfig(_ConfigGroup, path="config.dist.dp"):
 
     size: Annotated[
         Size | None,
-        _used("the number of shard groups; another number than follows from the world size is an error"),
+        _used("the number of shard groups, which must match the world size"),
     ] = None
 
 
@@ -182,14 +184,14 @@ class TPConfig(_ConfigGroup, path="config.dist.tp"):
     """Tensor parallelism, which must be applied before fullshard shards the model."""
 
     size: Annotated[
-        Size, _refused("layers are split by torch's parallelize_module, before the model is sharded", unset=1)
+        Size, _refused("split layers with torch's parallelize_module before the model is sharded", unset=1)
     ] = 1
 
 
 class PPConfig(_ConfigGroup, path="config.dist.pp"):
     """Pipeline parallelism, which is not supported."""
 
-    size: Annotated[Size, _refused("pipeline parallelism is not there", unset=1)] = 1
+    size: Annotated[Size, _refused("pipeline parallelism is not supported", unset=1)] = 1
     num_micro_batches: Annotated[Size, _NO_PIPELINE] = 1
     input_names: Annotated[list[str] | None, _NO_PIPELINE] = None
     split_points: Annotated[list[Any], _NO_PIPELINE] = []
@@ -202,25 +204,23 @@ class FSDPConfig(_ConfigGroup, path="config.dist.fsdp"):
     size: Annotated[Size, _sets("sharding.shard_size", _shard_size)] = 1
     """Ranks per shard group. Groups hold replicas of each other."""
     wrap_layer_cls: Annotated[ClassNames, _sets("sharding.wrap_classes")] = set()
-    """Class names of the units; none: the model's own list of layers, and all repeated blocks."""
+    """Class names of the units. If empty, the model's own list of layers and all repeated blocks are used."""
     flatten_parameters: Annotated[
         bool,
-        _no_effect("units are always one flat buffer, and parameters stay separate for the optimizer all the same"),
+        _no_effect("units are always flat buffers, but parameters stay separate for the optimizer"),
     ] = True
-    sync_module_states: Annotated[
-        bool, _no_effect("every rank takes rank 0's weights in any case, so all start equal")
-    ] = False
+    sync_module_states: Annotated[bool, _no_effect("every rank always starts from rank 0's weights")] = False
     use_spmd: Annotated[bool, Key("", because=XLA_TRAINS, read=asks_for_xla)] = False
     shard_output_callable: Annotated[
         Callable[..., Any] | None,
-        Key("", because="with `use_spmd`: it annotates the outputs of the model and its units", read=_annotates),
+        Key("", because="with `use_spmd`, it annotates the outputs of the model and its units", read=_annotates),
     ] = None
 
 
 class SPConfig(_ConfigGroup, path="config.dist.sp"):
     """Sequence parallelism, which is not supported."""
 
-    size: Annotated[Size, _refused("sequence parallelism is not there", unset=1)] = 1
+    size: Annotated[Size, _refused("sequence parallelism is not supported", unset=1)] = 1
 
 
 class DistConfig(_ConfigGroup, path="config.dist"):
@@ -232,9 +232,9 @@ class DistConfig(_ConfigGroup, path="config.dist"):
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
     sp: SPConfig = Field(default_factory=SPConfig)
     topology: Annotated[
-        list[str], BeforeValidator(_as_order), _used("dp comes before fsdp, if both are more than 1")
+        list[str], BeforeValidator(_as_order), _used("dp must come before fsdp if both are more than 1")
     ] = list(AXES)
-    """Axes, the one whose ranks are furthest apart first."""
+    """Axes, from the one with the most distant ranks to the one with the closest."""
 
 
 class Config(_ConfigGroup):
@@ -248,7 +248,7 @@ class Config(_ConfigGroup):
     Assigning an unknown field or a value of the wrong type raises a `ConfigError`.
     """
 
-    backend: Annotated[Literal["lazy", "eager"], _no_effect("there is one engine, for every device")] = "eager"
+    backend: Annotated[Literal["lazy", "eager"], _no_effect("the engine is the same for every device")] = "eager"
     compute: ComputeConfig = Field(default_factory=ComputeConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     dist: DistConfig = Field(default_factory=DistConfig)
@@ -274,7 +274,7 @@ class Config(_ConfigGroup):
         if isinstance(value, str | os.PathLike):
             return cls.from_file(value)
         raise ConfigError(
-            f"config is a {type(value).__module__}.{type(value).__name__}",
+            f"config must be a Config, a dict or a path, got a {type(value).__module__}.{type(value).__name__}",
             hint="pass a fullshard.torchacc.Config, a dict or the path of a YAML file",
         )
 
@@ -383,11 +383,11 @@ def _finish(reading: Reading) -> None:
         ("dataloader.pad_value_dict", lengths, "set buckets to the lengths to pad to, or max_length"),
     ):
         if name in given and needed not in given:
-            message = f"{name} = {shown(given[name].value)} means nothing without {needed}"
+            message = f"{name} = {shown(given[name].value)} has no effect without {needed}"
             reading.problems.append(Problem((given[name].origin,), message, hint))
     buckets, longest = given.get("dataloader.buckets"), given.get("dataloader.max_length")
     if buckets and longest:
-        message = "dataloader.buckets and dataloader.max_length both say how long batches are"
+        message = "dataloader.buckets and dataloader.max_length both set the lengths of batches"
         reading.problems.append(Problem((buckets.origin, longest.origin), message, "keep one of the two"))
 
 
@@ -402,16 +402,18 @@ def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
     problems = []
     if world_size % shard.value:
         divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        message = f"dist.fsdp.size = {shard.value} does not divide the world size, {world_size}"
+        message = f"dist.fsdp.size = {shard.value} does not divide the world size of {world_size}"
         hint = f"start {shard.value} processes (or a multiple of it), or use one of {divisors}"
         problems.append(Problem((shard.origin,), message, hint))
     elif replicas is not None and replicas.value is not None and replicas.value * shard.value != world_size:
         message = (
             f"dist.dp.size = {replicas.value} times dist.fsdp.size = {shard.value} is {replicas.value * shard.value}, "
-            f"and the world size is {world_size}"
+            f"but the world size is {world_size}"
         )
-        problems.append(Problem((replicas.origin, shard.origin), message, "leave dp.size out: it follows"))
+        problems.append(Problem((replicas.origin, shard.origin), message, "leave dp.size out; it is computed"))
     elif order is not None and 1 < shard.value < world_size and order.value.index("dp") > order.value.index("fsdp"):
-        message = f"dist.topology = {shown(order.value)} puts replicas next to each other; shard groups are neighbours"
+        message = (
+            f"dist.topology = {shown(order.value)} puts replicas next to each other, but shard groups must be adjacent"
+        )
         problems.append(Problem((order.origin,), message, "put 'dp' before 'fsdp'"))
     refuse(problems)

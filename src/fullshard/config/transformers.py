@@ -72,14 +72,14 @@ def read_fsdp_words(text: Any, origin: Origin) -> Reading:
         option = next((option for option in _WORDS if tuple(words[: len(option)]) == option), None)
         if option is None:
             message = f"unknown option {words[0]!r} in {str(text)!r}"
-            reading.problems.append(Problem((origin,), message, f"known are {_KNOWN}"))
+            reading.problems.append(Problem((origin,), message, f"use {_KNOWN}"))
             return reading
         name, meaning = "_".join(option), _WORDS[option]
         if meaning is not None:
             reading.settings.append(Setting(*meaning, origin, name))
         del words[: len(option)]
     if reading.setting("sharding.cpu_offload") and not reading.setting("sharding.strategy"):
-        message = "offload does not say how the model is sharded"
+        message = "offload has no effect without a sharding strategy"
         reading.problems.append(Problem((origin,), message, 'write "full_shard offload"'))
     reading.find_contradictions()
     return reading

@@ -50,7 +50,7 @@ class View(BaseModel):
         """Build the settings from values by field, or raise a `ConfigError` that lists all problems with them."""
         for name in values:
             if name not in cls.model_fields:
-                raise ConfigError(f"unknown setting {name!r} of {cls.subject}", hint=suggestion(name, cls.model_fields))
+                raise ConfigError(f"{cls.subject} has no setting {name!r}", hint=suggestion(name, cls.model_fields))
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:

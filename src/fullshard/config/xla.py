@@ -17,7 +17,7 @@ from fullshard.core.requirements import XLA_TORCH, why_no_xla
 def _fp32_reduce(value: Any) -> Settings | str:
     if values.boolean(value):
         return {"precision.reduce_dtype": "float32"}
-    return "gradients are reduced in float32 all the same; precision.reduce_dtype would change that"
+    return "gradients are reduced in float32 anyway, unless precision.reduce_dtype is set"
 
 
 XLA_SETTINGS = Dialect(
@@ -28,7 +28,7 @@ XLA_SETTINGS = Dialect(
         Key("fp32_reduce_scatter", Status.TRANSLATED, "precision.reduce_dtype", read=_fp32_reduce),
         Key("reshard_after_forward", Status.TRANSLATED, "sharding.reshard_after_forward"),
         *no_effect(
-            "it steers XLA's compiler and collectives, which are not used; units are flat, one collective per bucket",
+            "it controls XLA's compiler and collectives, which are not used; units use one collective per bucket",
             *("flatten_parameters", "shard_param_on_dim_0", "_shard_size_multiple", "opt_flatten_overlap"),
             *("optimization_barrier_in_forward", "optimization_barrier_in_backward", "sync_on_finalization"),
             *("mark_step_on_finalization", "pin_layout_in_collective_ops", "_use_xla_patched_linear", "_debug_msg"),
@@ -36,11 +36,11 @@ XLA_SETTINGS = Dialect(
             "execute_sharding_on_init",
         ),
         *refused(
-            "ranks and groups come from the launcher and shard_size",
+            "ranks and groups are set by the launcher and shard_size",
             *("sharding_groups", "sharding_rank", "sharding_world_size"),
         ),
         *refused(
-            "it is a Python object, or an XLA debugging aid",
+            "it is a Python object or a debugging aid of XLA",
             *("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
             *("_debug_dummy_forward_pass", "_debug_print", "_debug_dummy_all_gather_op"),
             *("_debug_dummy_all_reduce_op", "_debug_dummy_reduce_scatter_op", "_debug_dummy_optimization_barrier_op"),
@@ -48,7 +48,7 @@ XLA_SETTINGS = Dialect(
     ),
 )
 
-XLA_TRAINS = "PyTorch/XLA trains, which needs the extra `fullshard[xla]`"
+XLA_TRAINS = "it selects PyTorch/XLA, which requires the extra `fullshard[xla]`"
 """The effect of a key that asks for PyTorch/XLA."""
 
 
@@ -59,8 +59,8 @@ def require_xla(what: str, otherwise: str) -> Settings:
     """
     if (why := why_no_xla()) is not None:
         torch = ".".join(map(str, XLA_TORCH))
-        hint = f"pip install 'fullshard[xla]' into an environment of its own (torch {torch}), or {otherwise}"
-        raise ConfigError(f"{what} asks for PyTorch/XLA, and {why}", hint=hint)
+        hint = f"pip install 'fullshard[xla]' into a separate environment (torch {torch}), or {otherwise}"
+        raise ConfigError(f"{what} requests PyTorch/XLA, but {why}", hint=hint)
     return {}
 
 

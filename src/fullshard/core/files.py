@@ -105,7 +105,7 @@ def open_regular(path: Path, *, limit_nbytes: int | None = None) -> BinaryIO:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file, but a directory, a pipe or a device", str(path))
+            raise OSError(errno.EINVAL, "expected a regular file, got a directory, a pipe or a device", str(path))
         if limit_nbytes is not None and status.st_size > limit_nbytes:
             raise _too_large(path, limit_nbytes, f"{status.st_size:,}")
         return os.fdopen(descriptor, "rb")
@@ -147,7 +147,7 @@ def parse_json(text: str | bytes) -> Any:
     if text.count("[") + text.count("{") > MAX_DEPTH:
         brackets = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+', "", text, flags=re.DOTALL)
         if max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > MAX_DEPTH:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+            raise ValueError(f"the JSON text is nested deeper than {MAX_DEPTH} levels")
     return json.loads(_LONE_HALF.sub(lambda match: r"\ufffd" if match["half"] else match[0], text))
 
 
@@ -155,7 +155,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Return the object that the JSON text represents."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"expected an object of JSON, got a {type(value).__name__}")
+        raise ValueError(f"expected a JSON object, got a {type(value).__name__}")
     return value
 
 
@@ -163,4 +163,4 @@ _LONE_HALF = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(?P<half>u[d
 
 
 def _too_large(path: Path, limit_nbytes: int, got: str) -> OSError:
-    return OSError(errno.EFBIG, f"it has {got} bytes, expected at most {limit_nbytes:,}", str(path))
+    return OSError(errno.EFBIG, f"the file has {got} bytes, expected at most {limit_nbytes:,}", str(path))

@@ -95,5 +95,5 @@ def form_of(name: str) -> StoredForm:
     if name not in FORMS:
         near = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no form of storage is called {name!r}", hint=f"{hint}There are {', '.join(FORMS)}")
+        raise ConfigError(f"the form of storage {name!r} does not exist", hint=f"{hint}Use one of {', '.join(FORMS)}")
     return FORMS[name]

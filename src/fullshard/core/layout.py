@@ -100,13 +100,17 @@ class BucketLayout:
         names, end = set[str](), 0
         for spec, offset in zip(self.specs, self.offsets, strict=True):
             if offset < end or offset % self.alignment:
-                raise LayoutError(f"parameter {spec.name!r} overlaps its neighbour or is not aligned (offset {offset})")
+                raise LayoutError(
+                    f"parameter {spec.name!r} at offset {offset} overlaps the previous parameter or is not aligned"
+                )
             if spec.name in names:
                 raise LayoutError(f"parameter {spec.name!r} is listed twice in one bucket")
             names.add(spec.name)
             end = offset + spec.numel
         if end > self.full_numel or self.shard_numel % self.alignment:
-            raise LayoutError(f"{end} elements do not fit {self.world_size} aligned intervals of {self.shard_numel}")
+            raise LayoutError(
+                f"{end} elements do not fit into {self.world_size} aligned intervals of {self.shard_numel} elements"
+            )
 
     @cached_property
     def full_numel(self) -> int:

@@ -33,7 +33,7 @@ class Offload:
     def __post_init__(self) -> None:
         if self.main_weights and not self.optimizer_state:
             raise ConfigError(
-                "main weights on the host and optimizer state on the device: an update needs both in one place",
+                "main weights are on the host but optimizer state is on the device; an update needs both in one place",
                 hint="offload the optimizer state too, or leave the main weights on the device",
             )
 

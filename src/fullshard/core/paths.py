@@ -30,21 +30,28 @@ _ELSEWHERE = (
 def check_path(written: str) -> None:
     """Refuse text that is not a valid path on any host. A relative path that looks like a URL needs a leading `./`."""
     if not written.strip():
-        raise ConfigError(f"{written!r} names nothing", hint="is a variable empty? The current folder is written .")
+        raise ConfigError(
+            f"the path {written!r} is empty",
+            hint="check whether a variable is empty; use . for the current folder",
+        )
     if found := _URL.match(written):
         scheme = found[1].lower()
         raise ConfigError(
-            f"{written!r} is a URL, expected a path on this host: this is not read from or written to {scheme}://",
+            f"{written!r} is a URL, but only paths on this host are supported, not {scheme}://",
             hint=_HINTS.get(scheme.removesuffix("s"), _ELSEWHERE),
         )
     for part in written.split("/"):
         if len(os.fsencode(part)) > _LONGEST_NAME:
             raise ConfigError(
-                f"{cut(written, 300)!r} has a name of {len(part)} characters, file systems take {_LONGEST_NAME} bytes",
-                hint="check the quotes around what comes before and after it",
+                f"{cut(written, 300)!r} contains a name of {len(part)} characters, but file systems allow "
+                f"{_LONGEST_NAME} bytes",
+                hint="check the quotes around the path and the arguments next to it",
             )
     if "\0" in written:
-        raise ConfigError(f"{written!r} has a character in it that no path has: NUL", hint="see how it was read")
+        raise ConfigError(
+            f"{written!r} contains a NUL character, which is not allowed in paths",
+            hint="check how the path was read",
+        )
 
 
 def looks_like_path(written: str) -> bool:
@@ -63,7 +70,7 @@ def require_there(written: str) -> None:
     if looks_like_path(written) and not os.path.exists(written):  # noqa: PTH110 - a name of another system's is no Path
         is_of_windows = "\\" in written or _DRIVE.match(written)
         hint = "this host's paths have no drive and no \\" if is_of_windows else "check the path"
-        raise ConfigError(f"no file or directory {written!r}", hint=hint)
+        raise ConfigError(f"the file or directory {written!r} does not exist", hint=hint)
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
@@ -82,6 +89,6 @@ def local_name(text: str | os.PathLike[str]) -> str:
     except RuntimeError:
         home = Path(written).parts[0]
         raise ConfigError(
-            f"{written!r}: this host knows no home directory for {home}",
-            hint=f"a path that begins with a tilde of its own is written ./{home}",
+            f"{written!r} cannot be expanded: this host has no home directory for {home}",
+            hint=f"if the name itself begins with a tilde, write ./{home}",
         ) from None

@@ -112,7 +112,7 @@ class Strategy:
             expected = world_size
         elif shard_size is None:
             raise ConfigError(
-                f"{self.name} needs the number of ranks per shard group (got none, world size {world_size})",
+                f"{self.name} requires the number of ranks per shard group (world size {world_size})",
                 hint="set shard_size, usually to the number of devices in one host",
             )
         else:

@@ -76,7 +76,7 @@ class AcceleratedModel:
         """Raise an error, because this function belongs to pipeline parallelism."""
         raise ConfigError(
             "forward_backward belongs to pipeline parallelism, which is not supported",
-            hint="write loss = model(...); loss.backward()",
+            hint="use loss = model(...); loss.backward()",
         )
 
 
@@ -106,11 +106,11 @@ def accelerate(
     config = Config.of(config)
     config.validate()
     if is_sharded(model):
-        raise ConfigError(f"{type(model).__name__} is sharded already", hint="call accelerate once per model")
+        raise ConfigError(f"{type(model).__name__} is already sharded", hint="call accelerate once per model")
     if dataloader is not None and not isinstance(dataloader, DataLoader):
         raise ConfigError(
-            f"dataloader is a {type(dataloader).__name__}, and its data cannot be divided over the ranks",
-            hint="pass a torch.utils.data.DataLoader, or wrap each rank's own data in AsyncLoader",
+            f"dataloader is a {type(dataloader).__name__}, so its data cannot be divided over the ranks",
+            hint="pass a torch.utils.data.DataLoader, or wrap the data of each rank in AsyncLoader",
         )
     check_sizes(config.entries(), joined().environment.world_size)
     resolved = resolve([config.reading()])
@@ -143,9 +143,9 @@ def _accelerator(model: nn.Module, config: Config, resolved: Resolved) -> Accele
         modules = unit_modules(model, ByClass(tuple(sorted(names))) if names else Auto())
         if memory.gc_cnt is not None and memory.gc_cnt > len(modules):
             raise ConfigError(
-                f"config.memory.gc_cnt = {memory.gc_cnt}, and {type(model).__name__} has {len(modules)} modules of "
-                f"{sorted({type(module).__name__ for module in modules})}",
-                hint="leave gc_cnt out to checkpoint all",
+                f"config.memory.gc_cnt = {memory.gc_cnt}, but {type(model).__name__} has only {len(modules)} modules "
+                f"of {sorted({type(module).__name__ for module in modules})}",
+                hint="leave gc_cnt out to checkpoint all modules",
             )
         checkpoint_modules(model, modules[: memory.gc_cnt])
         sharding = sharding.model_copy(update={"activation_checkpointing": False})

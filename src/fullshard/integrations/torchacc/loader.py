@@ -58,12 +58,15 @@ class AsyncLoader:
     ) -> None:
         for name in other:
             if name not in _NO_EFFECT:
-                raise ConfigError(f"AsyncLoader has no argument {name!r}", hint="see its docstring")
+                raise ConfigError(f"AsyncLoader has no argument {name!r}", hint="check the arguments in its docstring")
             _say(f"{name} has no effect here: {_NO_EFFECT[name]}")
         self.loader, self.device = loader, torch.device(device)
         self.buckets = _bucket_lengths(buckets, max_length, 8 if num_buckets is None else num_buckets)
         if self.buckets is None and pad_value_dict is not None:
-            raise ConfigError("pad_value_dict means nothing without buckets or max_length", hint="give buckets")
+            raise ConfigError(
+                "pad_value_dict has no effect without buckets or max_length",
+                hint="set buckets or max_length",
+            )
         self._padding = pad_value_dict
 
     def __len__(self) -> int:
@@ -83,15 +86,15 @@ class AsyncLoader:
         """Return a batch with its tensors padded to the next bucket, so that the number of shapes stays small."""
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"buckets pad batches that are dicts, key by key; got a {type(batch).__name__}",
-                hint="have the dataset or collate_fn return dicts",
+                f"buckets require batches that are dicts, got a {type(batch).__name__}",
+                hint="make the dataset or collate_fn return dicts",
             )
         rows = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
         known = DEFAULT_PADDING if self._padding is None else self._padding
         if rows.keys() - known.keys() or (self._padding is not None and known.keys() - batch.keys()):
             raise DataError(
-                f"the batch has {sorted(batch)}, but there are padding values for {sorted(known)}",
-                hint=f"give pad_value_dict with one value for each of {sorted(rows)}",
+                f"the batch has the keys {sorted(batch)}, but there are padding values for {sorted(known)}",
+                hint=f"pass pad_value_dict with a value for each of {sorted(rows)}",
             )
         if (longest := max((value.shape[-1] for value in rows.values()), default=0)) > lengths[-1]:
             _say(f"a batch of length {longest} is longer than all buckets, {lengths}: it is one now")
@@ -105,15 +108,18 @@ class AsyncLoader:
 
 def _bucket_lengths(buckets: list[int] | None, max_length: int | None, num_buckets: int) -> list[int] | None:
     if buckets is not None and max_length is not None:
-        raise ConfigError("buckets and max_length both say how long batches are", hint="give one of the two")
+        raise ConfigError("buckets and max_length both set the lengths of batches", hint="use only one of the two")
     if max_length is not None:
         if max_length < 1 or num_buckets < 1:
-            raise ConfigError(f"max_length = {max_length}, num_buckets = {num_buckets}: both must be at least 1")
+            raise ConfigError(f"max_length and num_buckets must be at least 1, got {max_length} and {num_buckets}")
         return sorted({-(-max_length * (number + 1) // num_buckets) for number in range(num_buckets)})
     if buckets is None:
         return None
     if not buckets or buckets != sorted(set(buckets)) or buckets[0] < 1:
-        raise ConfigError(f"buckets = {buckets!r}", hint="give positive lengths, rising, for example [128, 256, 512]")
+        raise ConfigError(
+            f"buckets must be positive and ascending, got {buckets!r}",
+            hint="pass a list such as [128, 256, 512]",
+        )
     return list(buckets)
 
 

@@ -84,7 +84,9 @@ def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, c
     keys = [[key, sorted(map(str, state))] for key, state in states.items()]
     for rank, others in enumerate(all_gather_object(keys)):
         if others != keys:
-            raise CheckpointError(f"the optimizer's state: rank {rank} has state of other parameters")
+            raise CheckpointError(
+                f"the optimizer's state differs between ranks: rank {rank} has state of other parameters"
+            )
     whole: dict[Any, dict[str, Any]] = {}
     for key, state in states.items():
         for name, value in state.items():
@@ -126,7 +128,7 @@ def consolidate_sharded_model_checkpoints(
         found = {p for name in (prefix.name, prefix.stem) for p in prefix.parent.glob(glob.escape(name) + ckpt_suffix)}
     files = sorted(path for path in found if _OWN_NAME.search(path.name)) or sorted(found)
     if not files:
-        raise CheckpointError(f"no file matches {prefix}{ckpt_suffix}", hint="name what `save` was given")
+        raise CheckpointError(f"no file matches {prefix}{ckpt_suffix}", hint="pass the same path as to `save`")
     with open_xla(prefix, files, optimizer=False) as source:
         whole = {name: source.whole(name) for name in source.contents.parameters}
         if save_model:

@@ -57,9 +57,9 @@ class TrainerAccelerator(Accelerator):
             self._check_clipping(what, "set max_grad_norm=0")
         if not dataloader_config.even_batches and self.num_processes > 1:
             raise ConfigError(
-                "accelerator_config: even_batches = False would give some ranks fewer steps, and the others would wait "
-                "for them for ever",
-                hint="leave it out (metrics leave the repetitions out), or set dataloader_drop_last=True",
+                "accelerator_config: even_batches = False would give some ranks fewer steps, so that the others would "
+                "wait forever",
+                hint="leave it out (metrics drop the repeated samples), or set dataloader_drop_last=True",
             )
         # Trainer makes the optimizer before it has the model sharded, as for Accelerate's version 2.
         plugin.fsdp_version = 2
@@ -115,9 +115,9 @@ class TrainerAccelerator(Accelerator):
             self._say("checkpoint.async_save: no effect, Trainer waits for its checkpoints")
         if self._config.checkpoint.max_lost_steps is not None:
             raise ConfigError(
-                f"checkpoint.max_lost_steps = {self._config.checkpoint.max_lost_steps}: Trainer keeps no copies of its "
-                "state in host memory",
-                hint="leave it out; save_steps says how many steps a kill may undo",
+                f"checkpoint.max_lost_steps = {self._config.checkpoint.max_lost_steps} is not supported: Trainer does "
+                "not keep copies of its state in host memory",
+                hint="leave it out; save_steps limits how many steps a kill can lose",
             )
         steps = self._config.training.gradient_accumulation_steps
         if steps not in (1, args.gradient_accumulation_steps):
@@ -148,8 +148,8 @@ def _check_split(parallelism_config: Any, tiles: int) -> None:
     wanted = asked_tensor_parallel_size(parallelism_config)
     if wanted not in (1, tiles):
         raise ConfigError(
-            f"TrainingArguments.parallelism_config has tp_size = {wanted}, and the model's layers are "
-            + (f"split over {tiles} ranks" if tiles > 1 else "whole"),
+            f"TrainingArguments.parallelism_config has tp_size = {wanted}, but the model's layers are "
+            + (f"split over {tiles} ranks" if tiles > 1 else "not split"),
             hint="load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))",
         )
 

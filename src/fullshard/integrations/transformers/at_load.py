@@ -49,8 +49,8 @@ def replace_from_pretrained(modeling: Any) -> None:
             return theirs(cls, pretrained_model_name_or_path, *args, **options)
         if args:
             raise ConfigError(
-                f"from_pretrained(distributed_config=...) with {len(args)} further arguments by position",
-                hint="give options by name",
+                f"from_pretrained(distributed_config=...) got {len(args)} further positional arguments",
+                hint="pass options by name",
             )
         return load_sharded(cls, pretrained_model_name_or_path, distributed_config, **options)
 
@@ -75,8 +75,8 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
     given = [name for name in _REFUSED if options.pop(name, None)]
     if given:
         raise ConfigError(
-            f"from_pretrained(distributed_config=...) with {', '.join(given)}",
-            hint="leave it out: each rank reads what it will own, from a directory or from what the hub has cached",
+            f"from_pretrained(distributed_config=...) does not support {', '.join(given)}",
+            hint="leave it out; each rank reads the data it will own from a directory or the hub's cache",
         )
     options = {name: value for name, value in options.items() if name not in _OF_THE_LOADER and value is not None}
     if "torch_dtype" in options:
@@ -112,7 +112,8 @@ def _config(given: Any) -> Any:
     for name, what in (("pp_size", "pipeline"), ("ep_size", "expert")):
         if (getattr(config, name, None) or 1) > 1:
             raise ConfigError(
-                f"DistributedConfig({name}={getattr(config, name)}): {what} parallelism is not supported here",
+                f"DistributedConfig({name}={getattr(config, name)}) requests {what} parallelism, which is not "
+                "supported",
                 hint="leave it out; experts are sharded like all other parameters",
             )
     return config
@@ -125,7 +126,7 @@ def _device_mesh(config: Any) -> DeviceMesh | None:
     if math.prod(sizes) != ranks:
         said = " x ".join(f"{axis} {size}" for axis, size in zip(_AXES, sizes, strict=True))
         raise ConfigError(
-            f"DistributedConfig makes {said}, but the job has {ranks} ranks",
-            hint="dp_replicate_size x fsdp_size x tp_size is the number of ranks",
+            f"DistributedConfig describes {said}, but the job has {ranks} ranks",
+            hint="set dp_replicate_size x fsdp_size x tp_size to the number of ranks",
         )
     return init_device_mesh(current().type, sizes, mesh_dim_names=_AXES) if ranks > 1 else None

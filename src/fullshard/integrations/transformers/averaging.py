@@ -52,7 +52,7 @@ class KeepsAverage:
         """
         if not self.is_saved:
             raise ConfigError(
-                "EMACallback needs fullshard's Trainer: this one would not save the average",
+                "EMACallback requires fullshard's Trainer, because this Trainer would not save the average",
                 hint="import Trainer from fullshard.integrations.transformers, or use fullshard launch",
             )
         self.average_of(kwargs["model"])
@@ -71,8 +71,8 @@ def announce_averages(trainer: Any) -> None:
     """Notify a Trainer's callbacks that their averages will be saved."""
     if any(cls.__name__ == "BEMACallback" for each in trainer.callback_handler.callbacks for cls in type(each).__mro__):
         raise ConfigError(
-            "TRL's BEMACallback copies whole weights, of which each rank has a part",
-            hint="use EMACallback of fullshard.integrations.transformers",
+            "TRL's BEMACallback copies unsharded weights, but each rank only has a part of them",
+            hint="use EMACallback from fullshard.integrations.transformers",
         )
     for each in _callbacks(trainer):
         each.is_saved = True
@@ -84,7 +84,8 @@ def averaged(trainer: Any) -> Iterator[None]:
     emas = [each.ema for each in _callbacks(trainer) if each.evaluates and each.ema is not None]
     if len(emas) > 1:
         raise ConfigError(
-            f"{len(emas)} callbacks want to evaluate with their averages", hint="EMACallback(..., evaluates=False)"
+            f"{len(emas)} callbacks request evaluation with their averages, but only one may",
+            hint="set EMACallback(..., evaluates=False) for the others",
         )
     with emas[0].swapped() if emas else contextlib.nullcontext():
         yield

@@ -38,8 +38,8 @@ def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
         raise CommunicationError(
             f"auto_find_batch_size: rank {own} ran out of memory with batches of {batch_size}, "
             f"but {'rank' if len(whole) == 1 else 'ranks'} {', '.join(map(str, whole))} did not within "
-            f"{WAIT.total_seconds():.0f} s, so the ranks cannot start again together",
-            hint=f"start with per_device_train_batch_size={max(1, int(batch_size * 0.9))}",
+            f"{WAIT.total_seconds():.0f} s, so the ranks cannot restart together",
+            hint=f"use per_device_train_batch_size={max(1, int(batch_size * 0.9))}",
         ) from error
     for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
         DesyncDetection.of(schedule).forget_failures()

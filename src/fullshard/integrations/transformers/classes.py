@@ -48,6 +48,6 @@ def _check_version() -> None:
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < _SINCE:
         raise ConfigError(
-            f"Transformers {version} is too old for its Trainer on fullshard's engine, 5.0 is the first",
+            f"Transformers {version} is too old to run its Trainer on fullshard's engine, which requires 5.0 or later",
             hint="pip install -U transformers",
         )

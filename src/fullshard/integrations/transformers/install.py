@@ -31,7 +31,7 @@ def install() -> None:
     early = sorted(_CLASSES.keys() & sys.modules.keys())
     if early:
         raise LifecycleError(
-            f"{early[0]} is imported already, and classes derived from its own would stay unsharded",
+            f"{early[0]} was imported before install(), so classes derived from it would stay unsharded",
             hint="call install() first, or import Trainer from fullshard.integrations.transformers",
         )
     for name in _CLASSES:

@@ -82,8 +82,8 @@ class ShardedTraining:
         if "num_steps" in accumulation:
             if args.gradient_accumulation_steps > 1:
                 raise ConfigError(
-                    "accelerator_config and gradient_accumulation_steps both say how many micro-batches a step has",
-                    hint="keep gradient_accumulation_steps",
+                    "accelerator_config and gradient_accumulation_steps both set the number of micro-batches per step",
+                    hint="keep only gradient_accumulation_steps",
                 )
             args.gradient_accumulation_steps = accumulation["num_steps"]
         asked = vars(args).setdefault("_steps_on_all_hosts", args.gradient_accumulation_steps)
@@ -101,7 +101,8 @@ class ShardedTraining:
         self.is_deepspeed_enabled, self.is_fsdp_enabled = False, True
         if self.accelerator.fsdp_plugin.activation_checkpointing and args.activation_checkpointing:
             raise ConfigError(
-                "activations are to be recomputed twice over: fsdp_config and TrainingArguments both ask for it",
+                "fsdp_config and TrainingArguments both request activation checkpointing, which would recompute "
+                "activations twice",
                 hint="leave activation_checkpointing (gradient_checkpointing) out of one of them",
             )
 
@@ -112,15 +113,15 @@ class ShardedTraining:
             if newest is None:
                 raise CheckpointError(
                     f"there is no complete checkpoint in {self.args.output_dir}",
-                    hint="leave resume_from_checkpoint out to start anew",
+                    hint="leave resume_from_checkpoint out to start from the beginning",
                 )
             resume_from_checkpoint = str(newest)
         elif resume_from_checkpoint:
             resume_from_checkpoint = local_name(resume_from_checkpoint)
         if self.accelerator.writes_torch_format and not self._keeps_weights_in_state():
             raise ConfigError(
-                "checkpoint.format = dcp holds weights and optimizer state; the checkpoints of this run hold adapters, "
-                "or weights in from_pretrained's form",
+                "checkpoint.format = dcp stores weights and optimizer state, but the checkpoints of this run "
+                "contain adapters or weights in from_pretrained's form",
                 hint="set checkpoint.format to native, or train all weights with SHARDED_STATE_DICT",
             )
         announce_averages(self)
@@ -297,7 +298,7 @@ class ShardedTraining:
         directory = Path(resume_from_checkpoint)
         if not is_sharded(model):
             # Trainer's own code serves models that are loaded before they are sharded.
-            raise CheckpointError(f"{directory} is to be loaded into a model that is not sharded yet")
+            raise CheckpointError(f"{directory} cannot be loaded because the model is not sharded yet")
         has_state = _has_state(directory)
         if has_state:
             checkpoint.load_checkpoint(directory / TRAINER_STATE, model=model, weights="stored", rng=False)
@@ -316,8 +317,8 @@ class ShardedTraining:
             return
         if not _has_state(Path(checkpoint_dir)):
             raise CheckpointError(
-                f"{checkpoint_dir} holds no {TRAINER_STATE}, so neither optimizer nor schedule can go on",
-                hint="it was saved by another program or with save_only_model; load it with from_pretrained instead",
+                f"{checkpoint_dir} has no {TRAINER_STATE}, so the optimizer and the schedule cannot be resumed",
+                hint="load it with from_pretrained; it was saved by another program or with save_only_model",
             )
         extra = checkpoint.load_checkpoint(
             Path(checkpoint_dir) / TRAINER_STATE,
@@ -420,6 +421,7 @@ def _unreadable(directory: Path) -> CheckpointError:
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     if any(name.startswith("pytorch_model_fsdp") for name in names):
         return CheckpointError(
-            f"{directory} was saved by Accelerate", hint="`fullshard ckpt import` turns it into a checkpoint"
+            f"{directory} was saved by Accelerate",
+            hint="use `fullshard ckpt import` to convert it to a fullshard checkpoint",
         )
-    return CheckpointError(f"{directory} holds no weights: {', '.join(names[:8]) or 'there is nothing'}")
+    return CheckpointError(f"{directory} does not contain weights; it contains {', '.join(names[:8]) or 'nothing'}")

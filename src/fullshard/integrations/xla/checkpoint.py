@@ -52,13 +52,13 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(content, Mapping) or "model" not in content:
-        raise CheckpointError(f"{path} holds no model")
+        raise CheckpointError(f"{path} does not contain a model")
     saved: Any = content.get("optimizer")
     if optimizer is not None:
         if saved is None:
-            raise CheckpointError(f"{path} holds no optimizer")
+            raise CheckpointError(f"{path} does not contain an optimizer")
         if [name for group in saved["param_groups"] for name in group["params"]] != _names(model, optimizer):
-            raise CheckpointError(f"the parameters of the optimizer in {path} are not those of this one")
+            raise CheckpointError(f"the optimizer in {path} has other parameters than this one")
     load_full_state_dict(model, content["model"])
     if optimizer is not None:
         optimizer.load_state_dict(saved)

@@ -77,7 +77,7 @@ def prepare(model: nn.Module, settings: XlaSettings | None = None) -> nn.Module:
     settings = settings or XlaSettings()
     require_xla("fullshard.integrations.xla", "use fullshard.shard_model, which trains on the devices that it finds")
     if hasattr(model, _STATE):
-        raise ConfigError(f"{type(model).__name__} is sharded already", hint="call prepare once per model")
+        raise ConfigError(f"{type(model).__name__} is already sharded", hint="call prepare once per model")
     units = _units(model, settings)
     sharded = Sharded(_mesh(settings.shard_size), settings)
     _move(model, sharded)
@@ -113,8 +113,8 @@ def shard_batch(batch: Any, model: nn.Module) -> Any:
             return value
         if value.shape[0] % sharded.mesh.size():
             raise ConfigError(
-                f"a batch of {value.shape[0]} does not divide over {sharded.mesh.size()} devices",
-                hint="one batch serves all devices: use a multiple of their number, and drop_last=True",
+                f"a batch of {value.shape[0]} samples cannot be divided over {sharded.mesh.size()} devices",
+                hint="use a batch size that is a multiple of the number of devices, and drop_last=True",
             )
         return sharded.place(value, (_AXES, *[None] * (value.dim() - 1)))
 
@@ -194,7 +194,10 @@ def _mesh(shard_size: int | None) -> Any:
     import torch_xla.runtime as runtime
 
     if runtime.process_count() > 1:
-        raise ConfigError("PyTorch/XLA runs in several processes", hint="start one process, which drives all devices")
+        raise ConfigError(
+            "PyTorch/XLA runs in several processes",
+            hint="start a single process, which drives all devices",
+        )
     runtime.use_spmd()
     count = runtime.global_runtime_device_count()
     size = shard_size or count
@@ -213,7 +216,8 @@ def _units(model: nn.Module, settings: XlaSettings) -> list[nn.Module]:
     present = {type(module).__name__ for module in model.modules()}
     if missing := [name for name in settings.wrap_classes if name not in present]:
         raise WrapError(
-            f"{type(model).__name__} has no module of class {missing[0]!r}", hint=f"it has {sorted(present)}"
+            f"{type(model).__name__} has no module of class {missing[0]!r}",
+            hint=f"use one of {sorted(present)}",
         )
     return [m for m in reversed(list(model.modules())) if type(m).__name__ in names and m is not model]
 

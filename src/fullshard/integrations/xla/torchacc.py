@@ -44,7 +44,10 @@ def accelerate(
     given = config.entries()
     for name in ("memory.gc_cls", "memory.gc_cnt", "dist.dp.size", "dist.topology", *_LENGTHS):
         if name in given:
-            raise ConfigError(f"{given[name].origin}: {name} is of fullshard's engine alone", hint="leave it out")
+            raise ConfigError(
+                f"{given[name].origin}: {name} is only supported by fullshard's engine, not by PyTorch/XLA",
+                hint="leave it out",
+            )
     resolved = resolve([config.reading()])
     for note in resolved.notes:
         warnings.warn(str(note), stacklevel=2)
@@ -67,6 +70,6 @@ mark_step = sync
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"fullshard.torchacc has no {name!r} where PyTorch/XLA (torch {torch.__version__}) trains: "
-        "fullshard.integrations.xla saves and loads"
+        f"fullshard.torchacc has no {name!r} if PyTorch/XLA (torch {torch.__version__}) trains; "
+        "use fullshard.integrations.xla to save and load",
     )

@@ -89,14 +89,14 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     environment = joined().environment
     if replicas and sorted(replicas) != list(range(environment.world_size)):
         raise ConfigError(
-            f"rendezvous({tag!r}) of ranks {list(replicas)} of {environment.world_size} is not supported",
-            hint="leave replicas out: all ranks wait",
+            f"rendezvous({tag!r}) with ranks {list(replicas)} of {environment.world_size} is not supported",
+            hint="leave replicas out; all ranks must take part",
         )
     met = all_gather_object((tag, payload))
     for other, (their_tag, _) in enumerate(met):
         if their_tag != tag:
             raise CommunicationError(
-                f"rank {environment.rank} waits at {tag!r} and rank {other} at {their_tag!r}",
-                hint="every rank calls rendezvous in the same order",
+                f"rank {environment.rank} waits at {tag!r}, but rank {other} waits at {their_tag!r}",
+                hint="call rendezvous in the same order on every rank",
             )
     return [message for _, message in met]
