@@ -293,7 +293,7 @@ def test_a_model_that_was_compiled_as_a_whole_is_refused() -> None:
 
 
 def test_recomputing_a_model_that_is_one_unit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="makes the model one unit"):
+    with pytest.raises(ConfigError, match="makes the model a single unit"):
         FullyShardedDataParallelPlugin(auto_wrap_policy="NO_WRAP", activation_checkpointing=True)
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda module: False, activation_checkpointing=True)
     with pytest.warns(UserWarning, match="only the root"), pytest.raises(ConfigError, match="is one unit"):

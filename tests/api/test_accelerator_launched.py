@@ -221,7 +221,7 @@ def test_optimizers_step_in_backward(launch: Launch) -> None:
     ],
 )
 def test_what_does_not_go_with_stepping_in_backward(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="step_in_backward uses each gradient up"):
+    with pytest.raises(ValidationError, match="step_in_backward consumes each gradient"):
         RunConfig.model_validate(settings)
 
 
@@ -240,7 +240,7 @@ def test_accelerate_takes_the_launchers_settings(launch: Launch) -> None:
 
 def test_a_wrong_handover_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_CONFIG", "absent.json")
-    with pytest.raises(ConfigError, match=r"FULLSHARD_CONFIG = absent\.json holds no resolved configuration"):
+    with pytest.raises(ConfigError, match=r"FULLSHARD_CONFIG = absent\.json does not contain a resolved configuration"):
         Accelerator()
 
 

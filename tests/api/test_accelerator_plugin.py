@@ -239,10 +239,10 @@ def test_values_that_cannot_be_honoured_are_refused_at_once(fields: dict[str, An
     ("fields", "reason"),
     [
         ({"use_orig_params": True}, "original parameters are always kept"),
-        ({"limit_all_gathers": True}, "bounds the units in flight"),
+        ({"limit_all_gathers": True}, "limits the units in flight"),
         ({"fsdp_version": 2}, "one engine"),
         ({"state_dict_config": object()}, "decide what they write"),
-        ({"auto_wrap_policy": "NO_WRAP", "min_num_params": 5}, "goes with SIZE_BASED_WRAP"),
+        ({"auto_wrap_policy": "NO_WRAP", "min_num_params": 5}, "only applies to SIZE_BASED_WRAP"),
     ],
 )
 def test_fields_without_effect_say_so_once(fields: dict[str, Any], reason: str) -> None:

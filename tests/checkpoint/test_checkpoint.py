@@ -644,7 +644,7 @@ def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
         file.truncate(2**40)  # takes no room
     for name in ("pipe", "device", "long"):
         problem = verify_checkpoint(tmp_path / name).problems[0]
-        assert ("bytes, expected at most" if name == "long" else "it is no regular file") in problem
+        assert ("bytes, expected at most" if name == "long" else "expected a regular file") in problem
     with (tmp_path / "long" / "manifest.json").open("wb") as file:
         file.truncate(2**30)
     tracemalloc.start()

@@ -161,7 +161,7 @@ def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
         location("ftp://no-such-host.invalid/x")
     with pytest.raises(ConfigError, match="does not name a directory in a bucket"):
         location("memory://b/../x")
-    with pytest.raises(ConfigError, match="is a URL, expected a path on this host"):
+    with pytest.raises(ConfigError, match="is a URL, but only paths on this host"):
         location("https://host/x")
     with pytest.raises(CheckpointError, match="memory://b is a bucket"):
         save_checkpoint("memory://b", model=job()[0])
@@ -183,7 +183,7 @@ def test_what_needs_a_directory_of_this_host_says_so() -> None:
     model, optimizer = job()
     accelerator = fullshard.Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)
-    with pytest.raises(ConfigError, match="memory://b/x' is a URL, expected a path on this host"):
+    with pytest.raises(ConfigError, match="memory://b/x' is a URL, but only paths on this host"):
         export_hf("memory://b/x", model=model)
     accelerator.register_save_state_pre_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="a hook of register_save_state_pre_hook writes into a directory"):

@@ -142,7 +142,7 @@ def test_import_options(saved: Path, tmp_path: Path) -> None:
     assert manifest.parameters["layers.0.1.num_batches_tracked"].dtype == "int64"
     _run("import", saved, tmp_path / "ours", "--no-optimizer")
     assert read_manifest(tmp_path / "ours").optimizer is None
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="use only one of the two"):
         _run("import", tmp_path / "theirs", tmp_path / "b", "--no-optimizer", "--optimizer", "AdamW")
     with pytest.raises(ConfigError, match="was saved with AdamW, not with SGD"):
         _run("import", tmp_path / "theirs", tmp_path / "b", "--optimizer", "SGD")

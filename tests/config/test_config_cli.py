@@ -61,7 +61,7 @@ def test_default_is_written_once(tmp_path: Path) -> None:
     path.write_text("mine")
     refused = run(tmp_path, "default", "--output", "run.yaml")
     assert (refused.returncode, path.read_text()) == (2, "mine")
-    assert refused.stderr.startswith("ConfigError: run.yaml exists already\nhint: ")
+    assert refused.stderr.startswith("ConfigError: run.yaml already exists\nhint: ")
     assert run(tmp_path, "default", "-o", "run.yaml", "--overwrite").returncode == 0
     assert path.read_text() == printed
     assert (

@@ -33,15 +33,19 @@ def test_spellings_of_a_strategy(value: Any) -> None:
         ({"strategy": True}, "unknown sharding strategy True", "use one of"),
         ({"shard_size": 0}, "'shard_size': input should be greater than or equal to 1, got 0", None),
         ({"cpu_offload": "maybe"}, "'cpu_offload': input should be a valid boolean, got 'maybe'", None),
-        ({"wrap": "class"}, "wrap = 'class' with wrap_classes = []", "wrap: class needs"),
+        (
+            {"wrap": "class"},
+            "wrap = 'class' cannot be combined with wrap_classes = []",
+            "use wrap_classes together with wrap: class",
+        ),
         (
             {"wrap": "none", "wrap_classes": "Block"},
-            "wrap = 'none' with wrap_classes = ['Block']",
-            "wrap_classes goes with wrap: class",
+            "wrap = 'none' cannot be combined with wrap_classes = ['Block']",
+            "use wrap_classes together with wrap: class",
         ),
-        ({"wrap": "size"}, "wrap_min_numel = None", "wrap: size needs it"),
+        ({"wrap": "size"}, "wrap_min_numel = None", "use wrap_min_numel together with wrap: size"),
         ({"activation_checkpointing_reentrant": True}, "activation_checkpointing is not", None),
-        ({"strategy": 3, "reshard_after_forward": True}, "means nothing for NO_SHARD", "FULL_SHARD"),
+        ({"strategy": 3, "reshard_after_forward": True}, "has no effect with NO_SHARD", "FULL_SHARD"),
         ({"backward_prefetch": "BACKWARD"}, "'backward_prefetch': input should be 'BACKWARD_PRE'", None),
     ],
 )
@@ -86,7 +90,7 @@ def test_of_takes_mappings_none_and_itself() -> None:
     assert config.strategy == "SHARD_GRAD_OP"
     assert ShardingConfig.of(config) is config
     assert ShardingConfig.of(None) == ShardingConfig()
-    with pytest.raises(ConfigError, match="cannot be made of a int"):
+    with pytest.raises(ConfigError, match="cannot be built from a int"):
         ShardingConfig.of(3)  # type: ignore[arg-type]
 
 
@@ -109,11 +113,11 @@ def test_what_is_rounded_for_the_way() -> None:
     assert (sent.gather_as, sent.reduce_as) == ("int8", "bfloat16")
     with pytest.raises(ConfigError, match="'gather_as'"):
         PrecisionConfig.of({"gather_as": "float16"})
-    with pytest.raises(ConfigError, match="gather_as = bfloat16 saves nothing: bfloat16 is sent without it"):
+    with pytest.raises(ConfigError, match="gather_as = bfloat16 has no benefit because bfloat16 is sent without it"):
         PrecisionConfig.of({"mode": "bf16", "gather_as": "bf16"})
-    with pytest.raises(ConfigError, match="reduce_as = bfloat16 saves nothing: float16"):
+    with pytest.raises(ConfigError, match="reduce_as = bfloat16 has no benefit because float16"):
         PrecisionConfig.of({"reduce_dtype": "fp16", "reduce_as": "bf16"})
-    with pytest.raises(ConfigError, match="along the shard axis, but NO_SHARD has none"):
+    with pytest.raises(ConfigError, match="along the shard axis, but NO_SHARD does not have this axis"):
         RunConfig.of({"sharding": {"strategy": "NO_SHARD"}, "precision": {"reduce_as": "int8"}})
 
 

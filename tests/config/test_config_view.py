@@ -57,7 +57,7 @@ def test_no_field_says_anything_by_itself(view: type[View]) -> None:
         (TrainArguments, {"shard_size": 0}, "--shard-size: Input should be greater than or equal to 1 (got 0)"),
         (Job, {"accumulation": 0, "seq_len": 0}, "seq_len: Input should be greater than or equal to 1 (got 0)"),
         (Job, {"accumulation": 0}, "accumulation: Input should be greater than or equal to 1 (got 0)"),
-        (TrainArguments, {"stepz": 3}, "unknown setting 'stepz' of a training run\nhint: did you mean 'steps'?"),
+        (TrainArguments, {"stepz": 3}, "a training run has no setting 'stepz'\nhint: did you mean 'steps'?"),
         (TrainArguments, {"cpu_offload": True, "strategy": 3}, "--cpu-offload, --strategy: cpu_offload moves shards"),
         (Job, {"offload": True, "strategy": "no shard"}, "offload, strategy: cpu_offload moves shards to the host"),
         (
@@ -66,9 +66,9 @@ def test_no_field_says_anything_by_itself(view: type[View]) -> None:
             "is not (reentrant sets activation_checkpointing_reentrant)",
         ),
         (TrainArguments, {"wrap": "none", "activation_checkpointing": True}, "--activation-checkpointing, --wrap: "),
-        (TrainArguments, {"wrap": "none", "offload_activations": True}, "wrap = 'none' makes the model one unit"),
+        (TrainArguments, {"wrap": "none", "offload_activations": True}, "wrap = 'none' makes the model a single unit"),
         (Job, {"step_in_backward": True, "precision": "fp16"}, "before it is known whether one overflows in float16"),
-        (Job, {"gather_as": "int8", "strategy": "NO_SHARD"}, "gather_as rounds what is sent along the shard axis"),
+        (Job, {"gather_as": "int8", "strategy": "NO_SHARD"}, "gather_as rounds messages along the shard axis"),
         (Job, {"checkpointing": "selective", "reentrant": True}, "which activation_checkpointing_reentrant hides"),
     ],
 )

@@ -32,7 +32,7 @@ _LINE = re.compile(r"[a-z_0-9]+:( .*)?|  +\S.*|#.*")
 SAID = {
     "fsdp_backward_prefetch_policy": "is translated to sharding.backward_prefetch = BACKWARD_PRE",
     "fsdp_use_orig_params": "has no effect here: the original parameters are always kept",
-    "same_network": "has no effect here: hosts meet at main_process_ip",
+    "same_network": "has no effect here: hosts connect to main_process_ip",
     "xla_fsdp_grad_ckpt": "is translated to sharding.activation_checkpointing = true",
 }
 """What is printed about a key, if the block has it."""
@@ -97,7 +97,7 @@ def test_it_launches_and_trains_sharded(block: str, tmp_path: Path) -> None:
     if re.search(r"^xla: ", block, flags=re.MULTILINE):
         refused = launch()
         assert refused.returncode != 0
-        assert re.search(r"run\.yaml:1:1: xla: true asks for PyTorch/XLA, and .* is not installed", refused.stderr)
+        assert re.search(r"run\.yaml:1:1: xla: true requests PyTorch/XLA, but .* is not installed", refused.stderr)
         assert "or leave it out" in refused.stderr
         path.write_text(re.sub(r"^xla: .*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
     run = launch()

@@ -73,11 +73,11 @@ def test_every_question_of_the_schema_is_asked_where_it_matters() -> None:
     [
         ({}, "num_machines", "none", "expected a whole number, got 'none'"),
         ({}, "num_machines", "0", "greater than or equal to 1, got 0"),
-        ({"num_machines": "2"}, "num_processes", "15", "num_processes = 15 cannot be shared equally"),
+        ({"num_machines": "2"}, "num_processes", "15", "num_processes = 15 is not a multiple"),
         ({"num_machines": "2"}, "main_process_port", "99999", "less than or equal to 65535"),
         ({"strategy": "HYBRID_SHARD", "shard_size": "4"}, "shard_size", "3", "3"),
         ({"strategy": "HYBRID_SHARD", "shard_size": "4"}, "shard_size", "", "without shard_size"),
-        ({"wrap": "class", "wrap_classes": "A"}, "wrap_classes", "", "wrap: class needs it"),
+        ({"wrap": "class", "wrap_classes": "A"}, "wrap_classes", "", "use wrap_classes together with wrap: class"),
         ({"wrap": "size", "wrap_min_numel": "1"}, "wrap_min_numel", "many", "expected a whole number, got 'many'"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_file_must_be_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert _path_fault("fullshard.yaml") is True
     (tmp_path / "fullshard.yaml").write_text("mine")
     for name, words in (
-        ("fullshard.yaml", "exists already"),
+        ("fullshard.yaml", "already exists"),
         ("no/such.yaml", "there is no folder no"),
         ("fullshard", "ends in .yaml"),
     ):

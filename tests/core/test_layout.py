@@ -173,10 +173,10 @@ def test_bad_parameters_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("offsets", "shard_numel", "message"),
     [
-        ((0, 4), 16, "'b' overlaps"),
-        ((0, 10), 16, "'b' overlaps its neighbour or is not aligned"),
-        ((0, 8), 4, "16 elements do not fit 2 aligned intervals of 4"),
-        ((0, 8), 10, "16 elements do not fit 2 aligned intervals of 10"),
+        ((0, 4), 16, "'b' at offset 4 overlaps"),
+        ((0, 10), 16, "'b' at offset .* overlaps the previous parameter or is not aligned"),
+        ((0, 8), 4, "16 elements do not fit into 2 aligned intervals of 4"),
+        ((0, 8), 10, "16 elements do not fit into 2 aligned intervals of 10"),
     ],
 )
 def test_the_checker_does_not_trust_the_builder(offsets: tuple[int, int], shard_numel: int, message: str) -> None:

@@ -120,7 +120,7 @@ def test_hybrid_mesh_shapes(name: str, world_size: int, shard_size: int) -> None
 
 @pytest.mark.parametrize("name", HYBRID)
 def test_hybrid_needs_a_shard_size(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} needs the number of ranks per shard group .*\n.*hint: set"):
+    with pytest.raises(ConfigError, match=rf"{name} requires the number of ranks per shard group .*\n.*hint: set"):
         STRATEGIES[name].mesh_shape(8, None)
 
 

@@ -109,10 +109,14 @@ def test_configurations_share_nothing() -> None:
         ({"dist__fsdp": 4}, "config.dist.fsdp", None),
         ({"compute__bf16": 1}, "config.compute.bf16: input should be a valid boolean, got 1", None),
         ({"backend": "xla"}, "input should be 'lazy' or 'eager', got 'xla'", None),
-        ({"dist__topology": ["dp", "fsdp"]}, "config.dist.topology: expected", "each of the four once"),
-        ({"dataloader__buckets": [256, 128]}, "config.dataloader.buckets: expected rising", "write [128, 256]"),
-        ({"dataloader__buckets": [0, 128]}, "expected positive lengths", "for example"),
-        ({"dataloader__buckets": []}, "expected positive lengths", "for example"),
+        ({"dist__topology": ["dp", "fsdp"]}, "config.dist.topology: expected", "each of the four axes once"),
+        (
+            {"dataloader__buckets": [256, 128]},
+            "config.dataloader.buckets: expected lengths in ascending order",
+            "write [128, 256]",
+        ),
+        ({"dataloader__buckets": [0, 128]}, "expected positive lengths", "use a list such as"),
+        ({"dataloader__buckets": []}, "expected positive lengths", "use a list such as"),
         ({"dataloader__buckets": [1.5]}, "config.dataloader.buckets", None),
         ({"dataloader__max_length": 0}, "config.dataloader.max_length", None),
     ],
@@ -128,20 +132,20 @@ def test_a_wrong_assignment_is_an_error_at_once(fields: dict[str, Any], message:
     ("fields", "message", "hint"),
     [
         ({"compute__fp16": True, "compute__bf16": True}, "compute.fp16 means precision.mode = fp16", "keep one"),
-        ({"dist__tp__size": 2}, "dist.tp.size = 2 is not supported: layers are split", "leave dist.tp.size out"),
+        ({"dist__tp__size": 2}, "dist.tp.size = 2 is not supported: split layers", "leave dist.tp.size out"),
         ({"dist__pp__size": 2}, "dist.pp.size = 2 is not supported: pipeline", "leave dist.pp.size out"),
         ({"dist__sp__size": 2}, "dist.sp.size = 2 is not supported: sequence", "leave dist.sp.size out"),
-        ({"dist__fsdp__shard_output_callable": print}, "asks for PyTorch/XLA", "outputs belong to each rank alone"),
+        ({"dist__fsdp__shard_output_callable": print}, "requests PyTorch/XLA", "every rank has its own outputs"),
         (
             {"dist__fsdp__use_spmd": True},
-            "dist.fsdp.use_spmd: true asks for PyTorch/XLA",
+            "dist.fsdp.use_spmd: true requests PyTorch/XLA",
             "pip install 'fullshard[xla]'",
         ),
-        ({"memory__gc_cls": {"Block"}}, "memory.gc_cls = [Block] means nothing without memory.gc", "gc = True"),
-        ({"memory__gc_cnt": 2}, "memory.gc_cnt = 2 means nothing without memory.gc", "gc = True"),
-        ({"dataloader__num_buckets": 2}, "means nothing without dataloader.max_length", "set max_length"),
-        ({"dataloader__buckets": [8], "dataloader__max_length": 8}, "both say how long", "keep one"),
-        ({"dataloader__pad_value_dict": {"x": 0}}, "means nothing without dataloader.buckets", "set buckets"),
+        ({"memory__gc_cls": {"Block"}}, "memory.gc_cls = [Block] has no effect without memory.gc", "gc = True"),
+        ({"memory__gc_cnt": 2}, "memory.gc_cnt = 2 has no effect without memory.gc", "gc = True"),
+        ({"dataloader__num_buckets": 2}, "has no effect without dataloader.max_length", "set max_length"),
+        ({"dataloader__buckets": [8], "dataloader__max_length": 8}, "both set the lengths", "keep one"),
+        ({"dataloader__pad_value_dict": {"x": 0}}, "has no effect without dataloader.buckets", "set buckets"),
     ],
 )
 def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str, hint: str) -> None:
@@ -191,8 +195,8 @@ def test_what_the_fields_set() -> None:
 @pytest.mark.parametrize(
     ("fields", "world_size", "message"),
     [
-        ({"dist__fsdp__size": 4}, 6, "dist.fsdp.size = 4 does not divide the world size, 6"),
-        ({"dist__fsdp__size": 2, "dist__dp__size": 3}, 4, "times dist.fsdp.size = 2 is 6, and the world size is 4"),
+        ({"dist__fsdp__size": 4}, 6, "dist.fsdp.size = 4 does not divide the world size of 6"),
+        ({"dist__fsdp__size": 2, "dist__dp__size": 3}, 4, "times dist.fsdp.size = 2 is 6, but the world size is 4"),
         ({"dist__fsdp__size": 2, "dist__topology": ["fsdp", "dp", "pp", "tp"]}, 4, "puts replicas next to each other"),
         ({"dist__fsdp__size": 2, "dist__dp__size": 2}, 4, None),
         ({"dist__fsdp__size": 4, "dist__topology": ["fsdp", "dp", "pp", "tp"]}, 4, None),
@@ -236,7 +240,7 @@ def test_files_and_dicts(tmp_path: Path) -> None:
     assert Config.of(config) is config
     with pytest.raises(ConfigError, match=r"gc_cls: expected a set of class names, got \[\['Block'\]\]"):
         Config.of({"memory": {"gc_cls": [["Block"]]}})
-    with pytest.raises(ConfigError, match=r"config is a builtins\.int"):
+    with pytest.raises(ConfigError, match=r"got a builtins\.int"):
         Config.of(3)  # type: ignore[arg-type]
 
 
@@ -357,7 +361,7 @@ def test_what_is_checkpointed_is_computed_twice(fields: dict[str, Any], calls: l
 def test_what_cannot_be_checkpointed() -> None:
     with pytest.raises(WrapError, match="did you mean 'Block'"):
         torchacc.accelerate(blocks(), config=configured(memory__gc=True, memory__gc_cls={"Blok"}))
-    with pytest.raises(ConfigError, match="gc_cnt = 9, and Sequential has 4 modules"):
+    with pytest.raises(ConfigError, match="gc_cnt = 9, but Sequential has only 4 modules"):
         torchacc.accelerate(blocks(), config=configured(memory__gc=True, memory__gc_cnt=9))
 
 
@@ -367,7 +371,7 @@ def test_a_class_that_is_not_there() -> None:
 
 
 def test_more_shards_than_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"does not divide the world size, 1\nhint: start 4 processes"):
+    with pytest.raises(ConfigError, match=r"does not divide the world size of 1\nhint: start 4 processes"):
         torchacc.accelerate(blocks(), config=configured(dist__fsdp__size=4))
 
 
@@ -375,7 +379,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="dataloader is a list"):
         torchacc.accelerate(blocks(), [1, 2])  # type: ignore[arg-type]
     model = torchacc.accelerate(blocks())
-    with pytest.raises(ConfigError, match="sharded already"):
+    with pytest.raises(ConfigError, match="already sharded"):
         torchacc.accelerate(model)
     with pytest.raises(ConfigError, match="pipeline parallelism"):
         model.forward_backward()
@@ -412,7 +416,7 @@ def test_float16_needs_a_scaler() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loss = model(torch.ones(2, 4)).float().sum()
     loss.backward()
-    with pytest.raises(OptimizerError, match="without a loss scaler"):
+    with pytest.raises(OptimizerError, match="has no loss scaler"):
         optimizer.step()
     optimizer.zero_grad()
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -426,7 +430,7 @@ def test_float16_needs_a_scaler() -> None:
     other.step()  # not its model
     disabled = torchacc.amp.GradScaler(enabled=False)
     second = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(OptimizerError, match="without a loss scaler"):
+    with pytest.raises(OptimizerError, match="has no loss scaler"):
         disabled.step(second)
 
 
@@ -484,8 +488,8 @@ def test_own_padding_and_values_per_sample() -> None:
 @pytest.mark.parametrize(
     ("batch", "padding", "message"),
     [
-        (batch_of(3, ("input_ids", "token_type_ids")), None, r"give pad_value_dict with one value for each of"),
-        (batch_of(3, ("input_ids",)), {"input_ids": 0, "labels": 0}, r"the batch has \['input_ids'\]"),
+        (batch_of(3, ("input_ids", "token_type_ids")), None, r"pass pad_value_dict with a value for each of"),
+        (batch_of(3, ("input_ids",)), {"input_ids": 0, "labels": 0}, r"the batch has the keys \['input_ids'\]"),
         ([torch.ones(2, 3)], None, "got a list"),
     ],
 )
@@ -498,11 +502,11 @@ def test_batches_that_cannot_be_padded(batch: Any, padding: dict[str, float] | N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"buckets": [8, 4]}, "rising"),
-        ({"buckets": []}, "rising"),
-        ({"buckets": [4], "max_length": 8}, "give one of the two"),
+        ({"buckets": [8, 4]}, "ascending"),
+        ({"buckets": []}, "ascending"),
+        ({"buckets": [4], "max_length": 8}, "use only one of the two"),
         ({"max_length": 0}, "at least 1"),
-        ({"pad_value_dict": {"x": 0}}, "means nothing without buckets"),
+        ({"pad_value_dict": {"x": 0}}, "has no effect without buckets"),
         ({"prefetch": 3}, "no argument 'prefetch'"),
     ],
 )

@@ -192,7 +192,7 @@ def torch_format(output: str) -> dict[str, torch.Tensor]:
     made = trainer(build("tied"), arguments(output, **options))
     made.train()
     full = trainer(build(), arguments(output, fsdp_config={"state_dict_type": "FULL_STATE_DICT"}))
-    with pytest.raises(ConfigError, match=r"checkpoint\.format = dcp holds weights"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.format = dcp stores weights"):
         full.train()
     weights: dict[str, torch.Tensor] = result(made)["weights"]
     return weights

@@ -84,7 +84,7 @@ def test_a_new_file_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"cannot write .*: File name too long\nhint: name another file"):
         save_text("text", tmp_path / (300 * "x"), overwrite=False)
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    with pytest.raises(ConfigError, match="file exists already"):
+    with pytest.raises(ConfigError, match="file already exists"):
         save_text("text", path, overwrite=False)
     assert path.read_text() == "mine"
     with pytest.raises(UnicodeEncodeError):

@@ -143,7 +143,7 @@ def test_a_file_that_was_cut_off_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"settings\.json is not valid JSON.*\nhint: a kill may have cut it off"):
         read_runs([run])
     (run / "settings.json").write_text("[1]")
-    with pytest.raises(DataError, match=r"settings\.json is not valid JSON: expected an object of JSON, got a list"):
+    with pytest.raises(DataError, match=r"settings\.json is not valid JSON: expected a JSON object, got a list"):
         read_runs([run])
     (run / "settings.json").write_text(settings)
     for name, text, wrong in (
@@ -331,7 +331,7 @@ def test_a_folder_that_takes_no_file_is_said_first() -> None:
         folder.chmod(0o555)
         try:
             os.setresuid(real or 65534, effective or 65534, saved)
-            with pytest.raises(typer.BadParameter, match=r"cannot be written: .* is not writable"):
+            with pytest.raises(typer.BadParameter, match=r"cannot be written because .* is not writable"):
                 file_word(f"{folder}/new")
             assert file_word(f"{folder}/there") == folder / "there"
         finally:

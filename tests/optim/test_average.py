@@ -399,7 +399,7 @@ def test_transformers_own_trainer_would_not_save_it(tmp_path: Path) -> None:
     made = trainers.trainer(
         trainers.build(), trainers.arguments(tmp_path, stock=True), stock=True, callbacks=[EMACallback(0.5)]
     )
-    with pytest.raises(ConfigError, match=r"EMACallback needs fullshard's Trainer(.|\n)*import Trainer"):
+    with pytest.raises(ConfigError, match=r"EMACallback requires fullshard's Trainer(.|\n)*import Trainer"):
         made.train()
 
 
@@ -409,7 +409,7 @@ def test_trls_average_of_whole_weights_is_refused() -> None:
     from fullshard.integrations.transformers.averaging import announce_averages
 
     holder: Any = types.SimpleNamespace(callback_handler=types.SimpleNamespace(callbacks=[BEMACallback()]))
-    with pytest.raises(ConfigError, match=r"BEMACallback copies whole weights.*\n.*EMACallback of fullshard"):
+    with pytest.raises(ConfigError, match=r"BEMACallback copies unsharded weights.*\n.*EMACallback from fullshard"):
         announce_averages(holder)
 
 

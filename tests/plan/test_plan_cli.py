@@ -401,8 +401,8 @@ def test_what_is_no_part_of_a_plan_is_written_as_the_planned_file_has_it(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--overwrite",), "--overwrite without --write"),
-        (("--calibrate", "config.json"), "exists, but is not a calibration"),
+        (("--overwrite",), "--overwrite has no effect without --write"),
+        (("--calibrate", "config.json"), "exists but is not a calibration"),
         (("--reshard-after-forward", "auto", "--unsharded-memory-gib", "1e300"), "less than or equal to"),
     ],
 )

@@ -285,7 +285,7 @@ def test_faults_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for content, expected in [
         ("{", "config.json:1:2"),
-        ("[]", "expected an object"),
+        ("[]", "expected a JSON object"),
         ("{}", "no model_type"),
         (json.dumps({"model_type": "lama"}), "did you mean 'llama'"),
         (json.dumps({"model_type": "llama", "hidden_size": 64}), "the field vocab_size is missing"),

@@ -142,4 +142,4 @@ def _path_fault(text: str) -> bool | str:
         return f"expected a name that ends in .yaml, got {text!r}"
     if not path.absolute().parent.is_dir():
         return f"there is no folder {path.parent}"
-    return f"{path} exists already" if path.exists() else True
+    return f"{path} already exists" if path.exists() else True

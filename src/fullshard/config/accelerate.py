@@ -198,7 +198,7 @@ CLUSTER_KEYS = (
         "distributed_type",
         Status.TRANSLATED,
         "sharding.strategy",
-        because="FSDP shards; NO starts one process and ignores num_processes; MULTI_* replicates the model on every rank",
+        because="FSDP shards; NO starts one process, whatever num_processes is; MULTI_* puts replicas on all ranks",
         read=_distributed_type,
     ),
     Key("mixed_precision", target="precision.mode", read=_mixed_precision, variable="ACCELERATE_MIXED_PRECISION"),

@@ -42,7 +42,11 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
             if close is None and name.startswith("ACCELERATE_"):
                 notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
                 continue
-            hint = f"did you mean {close}?" if close else f"unset it; known are {', '.join(sorted(VARIABLES))}"
+            hint = (
+                f"did you mean {close}?"
+                if close
+                else f"unset it; the known variables are {', '.join(sorted(VARIABLES))}"
+            )
             problems.append(Problem((origin,), f"unknown variable {name} = {value!r}", hint))
     reading = FLAT.read(_wished(entries))
     reading.notes = [note for note in reading.notes if note.origin not in nobodys]

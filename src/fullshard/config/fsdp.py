@@ -160,7 +160,9 @@ def _finish_strategy(reading: Reading) -> None:
         return  # the schema refuses what a row cannot honour
     version = reading.entries.get("fsdp_version")
     if version is not None and str(version.value).strip() == "2":
-        text = f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which determines the strategy in version 2"
+        text = (
+            f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which takes precedence in version 2"
+        )
         reading.notes.append(Note(strategy.origin, strategy.key, Status.TRANSLATED, text))
         return
     message = f"{strategy.key} = {row.name} and {reshard.key} = {str(reshard.value).lower()} contradict each other"

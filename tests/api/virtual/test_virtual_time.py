@@ -332,13 +332,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert "(of 0.0 ms)" in alone and f"wrote {trace}" in alone
     trace.unlink()
     for wrong, message in {
-        ("--timeline", str(trace)): "--timeline needs --devices",
-        ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "leave one out",
+        ("--timeline", str(trace)): "--timeline requires --devices",
+        ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "leave out one of the two",
         ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 of 8 ranks",
         ("--timeline", str(trace), "-d", "2xCPU"): "virtual time does not support CPUs",
-        (): "no --world-size",
-        ("--world-size", "8", "-d", "8xH100"): "need a step in virtual time",
-        ("--world-size", "8", "--attention", "eager"): "need a step in virtual time",
+        (): "the option --world-size is missing",
+        ("--world-size", "8", "-d", "8xH100"): "require a step in virtual time",
+        ("--world-size", "8", "--attention", "eager"): "require a step in virtual time",
     }.items():
         refused = CliRunner().invoke(app, [*usual, *wrong])
         assert refused.exit_code != 0 and message in f"{refused.output} {refused.exception}", wrong

@@ -297,7 +297,7 @@ def test_a_weight_that_is_trained_is_an_error_with_the_way_out() -> None:
     assert error.value.hint is not None and "freeze it" in error.value.hint
     with pytest.raises(WrapError, match=r"nothing of Linear can be stored as nf4.*trained"):
         quantize(nn.Linear(64, 64))
-    with pytest.raises(ConfigError, match="no form of storage is called 'nf5'"):
+    with pytest.raises(ConfigError, match="the form of storage 'nf5' does not exist"):
         quantize(model, "nf5")
 
 
