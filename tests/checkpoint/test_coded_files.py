@@ -260,9 +260,8 @@ def test_another_quantisation_of_coded_files_is_asked_for_by_its_form(tmp_path: 
         assert torch.equal(sharded.get_parameter(name).full_tensor().view(-1), expected)
 
 
-def check_merge(path: Path, targets: dict[str, Any], widened: Any) -> None:
+def check_merge(path: Path, targets: dict[str, Any], reference: Any) -> None:
     """`fullshard merge` onto coded files gives PEFT's merge with the values, and says nothing of quantisation."""
-    reference = AutoModelForCausalLM.from_pretrained(path / "base", quantization_config=widened)
     model = adapted(reference, **targets)
     fill_adapters(model)
     model.save_pretrained(path / "adapter")
@@ -276,7 +275,9 @@ def check_merge(path: Path, targets: dict[str, Any], widened: Any) -> None:
 
 def test_merging_onto_mxfp4_is_exact(tmp_path: Path) -> None:
     gpt_oss(tmp_path / "base")
-    check_merge(tmp_path, {"target_parameters": EXPERTS, "target_modules": ["q_proj"]}, Mxfp4Config(dequantize=True))
+    widened = Mxfp4Config(dequantize=True)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=widened)
+    check_merge(tmp_path, {"target_parameters": EXPERTS, "target_modules": ["q_proj"]}, reference)
 
 
 def test_quantised_files_that_cannot_be_read_are_refused_by_every_reader(tmp_path: Path) -> None:
@@ -349,7 +350,9 @@ def test_adapters_train_on_fp8_as_on_its_values(targets: dict[str, Any], tmp_pat
 
 def test_merging_onto_fp8_is_exact(tmp_path: Path) -> None:
     deepseek(tmp_path / "base", [64, 128])
-    check_merge(tmp_path, {"target_modules": ["o_proj", "kv_b_proj"]}, FineGrainedFP8Config(dequantize=True))
+    widened = FineGrainedFP8Config(dequantize=True)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=widened)
+    check_merge(tmp_path, {"target_modules": ["o_proj", "kv_b_proj"]}, reference)
 
 
 def test_files_in_fp8_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@
 |---|---|---|
 | `mxfp4` (gpt-oss's experts) | `X_blocks`, `X_scales`; blocks run along the second-to-last dim of `X` | `mxfp4` |
 | `fp8` (DeepSeek-V3, Qwen3) | `X`, `X_scale_inv`: one scale per block, for example of 128 x 128 elements | `fp8` |
+| `bitsandbytes` in 4 bits | see `bitsandbytes_files` | `nf4`, `fp4` |
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +19,13 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.chunks import read_transposed
+from fullshard.checkpoint.bitsandbytes_files import four_bit_sources
+from fullshard.checkpoint.coded_sources import coded_source, partner
 from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES
-from fullshard.checkpoint.weight_files import Coded, TensorSource, json_file, stored_tensors
+from fullshard.checkpoint.weight_files import TensorSource, json_file, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.forms import CPU_PIECE_NUMEL, FORMS, StoredForm
 from fullshard.core.layout import Interval
-from fullshard.engine.precision import torch_dtype
-from fullshard.features.quantized_weights.codecs import codec_of
-from fullshard.features.quantized_weights.marks import Mark
 
 _Sources = Mapping[str, TensorSource]
 
@@ -54,8 +54,13 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
     return config, said
 
 
-def decoded_sources(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
-    """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales."""
+def decoded_sources(stored: _Sources, quantisation: Any, form: str | None = None) -> dict[str, TensorSource]:
+    """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales.
+
+    `form` is the stored form that the caller requested.
+    """
+    if _method(quantisation) == "bitsandbytes":
+        return four_bit_sources(stored, form)
     return _READERS[_method(quantisation)](stored, quantisation)
 
 
@@ -74,12 +79,34 @@ def is_to_be_decoded(quantisation: Any) -> bool:
     return quantisation is not None and bool(_setting(quantisation, "dequantize"))
 
 
-def _readable_method(said: Any, directory: Path) -> str:
-    method = _method(said)
-    if method not in _READERS:
+def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
+    """Return the `BitsAndBytesConfig` for layers as those that wrote the files; None for files of others.
+
+    `asked` is the caller's. Unless `is_wanted`, values or another form replace the layers.
+
+    Raises:
+        ConfigError: layers are asked for, and something that replaces them.
+    """
+    if _method(quantisation) != "bitsandbytes":
+        return None
+    if not is_wanted and asked is not None:
         raise ConfigError(
-            f"the weights in {directory} are quantised already ({method})",
-            hint=f"of such files {', '.join(_READERS)} can be read; take the model as it was before",
+            "quantization_config asks for bitsandbytes' layers, which quantize and dequantize replace",
+            hint="leave it out, or those",
+        )
+    if not is_wanted or asked is not None:
+        return asked
+    config = importlib.import_module("transformers").BitsAndBytesConfig
+    return config.from_dict(dict(quantisation)) if isinstance(quantisation, Mapping) else quantisation
+
+
+def _readable_method(said: Any, directory: Path) -> str:
+    method, is_8bit = _method(said), _setting(said, "load_in_8bit")
+    if is_8bit or method not in (*_READERS, "bitsandbytes"):
+        raise ConfigError(
+            f"the weights in {directory} are quantised already ({method}{', 8 bits' if is_8bit else ''})",
+            hint=f"of such files {', '.join(_READERS)} and 4 bits of bitsandbytes can be read; take the model as it "
+            "was before",
         )
     return method
 
@@ -100,14 +127,14 @@ def _mxfp4(stored: _Sources, _quantisation: Any) -> dict[str, TensorSource]:
         if name == key or source.dtype is not torch.uint8:
             found[key] = source
         elif name not in found:
-            blocks, scales = (_partner(stored, f"{name}{ending}", key) for ending in ("_blocks", "_scales"))
+            blocks, scales = (partner(stored, f"{name}{ending}", key) for ending in ("_blocks", "_scales"))
             if blocks.shape != (*scales.shape, 16) or len(scales.shape) < 3:
                 raise CheckpointError(
                     f"{blocks.where}: {name}_blocks has shape {blocks.shape} and {name}_scales {scales.shape}, "
                     "expected (..., rows, blocks, 16) and (..., rows, blocks)"
                 )
             *others, rows, per_row = scales.shape
-            found[name] = _coded_source(
+            found[name] = coded_source(
                 (*others, per_row * 32, rows), FORMS["mxfp4"], [blocks, scales], is_transposed=True
             )
     return found
@@ -119,14 +146,14 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
     for key, source in stored.items():
         name = key.removesuffix("_scale_inv")
         if name != key:
-            codes = _partner(stored, name, key)
+            codes = partner(stored, name, key)
             if codes.dtype is not torch.float8_e4m3fn:
                 raise CheckpointError(
                     f"{codes.where}: {name} is of {codes.dtype}, expected torch.float8_e4m3fn, because there is {key}"
                 )
             found[name] = _fp8_source(name, codes, source, block)
         elif source.dtype in _FLOATS_OF_8_BITS:
-            _partner(stored, f"{key}_scale_inv", key)
+            partner(stored, f"{key}_scale_inv", key)
         elif not key.endswith(".activation_scale"):  # values are computed with, not codes
             found[key] = source
     return found
@@ -154,7 +181,7 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
     index = torch.arange(per_row) * form.block // width
     read = functools.partial(_read_spread, scales, (rows, height), index)
     spread = TensorSource((*codes.shape[:-1], per_row), torch.float32, scales.where, read)
-    return _coded_source(codes.shape, form, [codes, spread])
+    return coded_source(codes.shape, form, [codes, spread])
 
 
 @torch.no_grad()
@@ -176,45 +203,6 @@ def _read_spread(
         held = held.view(torch.float8_e8m0fnu)
     spread = held.float().view(-1, per_row)[index - low][:, columns].view(-1)
     out.copy_(spread[interval.start - first * len(columns) :][: interval.numel])
-
-
-def _partner(stored: _Sources, name: str, key: str) -> TensorSource:
-    if name not in stored:
-        raise CheckpointError(f"{stored[key].where} holds {key}, but no file of its directory {name}")
-    return stored[name]
-
-
-def _coded_source(
-    shape: tuple[int, ...], form: StoredForm, parts: list[TensorSource], *, is_transposed: bool = False
-) -> TensorSource:
-    """Return the source of a weight from the parts in the files, each flattened in the order of the blocks."""
-    mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
-    coded = Coded(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
-    read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
-    if is_transposed:
-        read = functools.partial(read_transposed, read, shape)
-    return TensorSource(shape, torch.bfloat16, parts[0].where, read, coded)
-
-
-@torch.no_grad()
-def _read_decoded(coded: Coded, numel: int, interval: Interval, out: torch.Tensor) -> None:
-    """Fill `out` with elements `interval`, counted in the order of the blocks.
-
-    They are decoded in pieces to limit the use of memory.
-    """
-    form = coded.form
-    for start in range(interval.start // form.atom * form.atom, interval.stop, CPU_PIECE_NUMEL):
-        piece = Interval(start, min(start + CPU_PIECE_NUMEL, -(-interval.stop // form.atom) * form.atom, numel))
-        values = torch.empty(piece.numel, dtype=out.dtype, device=out.device)
-        parts = {
-            part.name: torch.empty(part.numel(piece.numel), dtype=torch_dtype(part.dtype), device=out.device)
-            for part in form.parts
-        }
-        coded.fill(piece, parts)
-        codec_of(form).decode(list(parts.values()), values)
-        wanted = piece.intersect(interval)
-        own = values[wanted.start - start : wanted.stop - start]
-        out[wanted.start - interval.start : wanted.stop - interval.start].copy_(own)
 
 
 _FLOATS_OF_8_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}

@@ -21,6 +21,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import clean_name
+from fullshard.features import ShardedParameter
 from fullshard.features.quantized_weights.scales import is_exact
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
@@ -120,11 +121,17 @@ def check_mergeable(model: nn.Module) -> None:
         )
     check()
     for path, layer, is_adapted_here in _walk(model.get_base_model()):  # type: ignore[operator]
-        if is_adapted_here and any(is_exact(p) for p in layer.parameters()):
+        if is_adapted_here and any(_is_quantised(p) for p in layer.parameters()):
             raise CheckpointError(
                 f"{path} is quantised: merging would round its adapter to the steps of the quantised weights",
                 hint="save the adapter, then `fullshard merge BASE ADAPTER OUT` merges it into the base as it was",
             )
+
+
+def _is_quantised(parameter: torch.Tensor) -> bool:
+    if isinstance(parameter, ShardedParameter):
+        return parameter.bucket.kinds[0].is_exact  # a bucket has only such parameters, or none
+    return is_exact(parameter)
 
 
 def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:

@@ -22,8 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.bitsandbytes_files import layer_problem, restore
 from fullshard.checkpoint.chunks import fill_local, read_across, read_transposed
-from fullshard.checkpoint.coded_files import decoded_sources, is_to_be_decoded, stored_values, without_quantisation
+from fullshard.checkpoint.coded_files import (
+    decoded_sources,
+    is_to_be_decoded,
+    settings_of_layers,
+    stored_values,
+    without_quantisation,
+)
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.quantities import adapter_modules, conversion_of, quantise_rest
@@ -111,8 +118,10 @@ def from_pretrained(
         config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
     config, quantisation = without_quantisation(config, quantization_config, directory)
     stored = dict(stored_tensors(directory))
+    is_decoded = dequantize or is_to_be_decoded(quantization_config)
     if quantisation is not None:
-        stored = decoded_sources(stored, quantisation)
+        stored = decoded_sources(stored, quantisation, quantize)
+        quantization_config = settings_of_layers(quantisation, quantization_config, not is_decoded and quantize is None)
     parsed = _dtype(dtype, config, stored)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with meta_parameters():
@@ -123,11 +132,12 @@ def from_pretrained(
         found = match(stored, rules)
         model._weight_conversions = rules.used()  # type: ignore[assignment] # saving reverses them
         _untie_what_differs(model, found.sources)
-        if quantisation is not None:
-            _keep_codes(model, found.sources, quantize, dequantize or is_to_be_decoded(quantization_config))
-        elif quantization_config is not None:
+        if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
+        if quantisation is not None and not is_decoded:
+            _keep_codes(model, found.sources, quantize)
+        if quantization_config is not None:
             quantise_rest(model, freezes=True)
             conversion = conversion_of(model)
             level = logging.WARNING if conversion.stacked else logging.INFO
@@ -166,16 +176,14 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(kept)
 
 
-def _keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None, is_decoded: bool) -> None:
-    """Keep weights that the files hold as codes in that form at rest.
-
-    Weights are not kept as codes if `is_decoded`, or if `form` requests another form.
-    """
+def _keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
+    """Keep weights that the files hold as codes in that form at rest, unless `form` requests another form."""
     kept: dict[str, int] = {}
     lost = 0
     for place in places_of(model):
         coded = sources[place.name].coded if place.name in sources else None
-        if coded is None or is_decoded or form not in (None, coded.form.name):
+        is_in_layer = place.attribute == "weight" and whole_shape(place.module) is not None
+        if coded is None or is_in_layer or form not in (None, coded.form.name):
             continue
         if coded.mark is None:
             lost += place.tensor.numel()
@@ -285,6 +293,8 @@ class PretrainedWeights:
         outlined = whole_shape(place.module) if place.attribute == "weight" else None
         shape = tuple(place.tensor.shape) if outlined is None else outlined
         is_resized = tuple(self._built.tensors[place.name].shape) == stored.shape  # by `resize_token_embeddings`, say
+        if outlined is not None and (problem := layer_problem(place.tensor, stored)):
+            return f"{place.name}: {problem}"
         if shape == stored.shape or (is_resized and _has_more_rows(place.module, shape, stored.shape)):
             return None
         return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.where}"
@@ -297,7 +307,9 @@ class PretrainedWeights:
                 module._buffers[attribute] = read_whole(self._sources[name], buffer.shape, buffer.dtype, device)
         shape, name = whole_shape(module), self._names.get((id(module), "weight"))
         if shape is not None and name is not None:
-            quantise(module, read_whole(self._sources[name], shape, self._dtype, device))
+            source = self._sources[name]
+            if not restore(module, source, device):
+                quantise(module, read_whole(source, shape, self._dtype, device))
 
     def holds(self, slot: Slot) -> bool:
         """Return whether the files hold values for this parameter."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fullshard.features.quantized_weights.marks import form_at
+from fullshard.features.quantized_weights.marks import MARKS, form_at
 from fullshard.features.quantized_weights.quantize import mark_large
 from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
 from fullshard.plan.quantized import Conversion, is_stacked
@@ -53,7 +53,7 @@ def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
     """Quantise at rest the large weights that the bitsandbytes settings include but that have no bitsandbytes layer.
 
     If `freezes`, these weights are frozen like those in bitsandbytes layers. Otherwise weights that are trained are
-    left unquantised.
+    left unquantised. Weights that have another form already keep it.
     """
     config = _quantization_config(model)
     if config is None:
@@ -61,7 +61,9 @@ def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
     form = "int8"
     if config.load_in_4bit:
         form = config.bnb_4bit_quant_type + "-double" * config.bnb_4bit_use_double_quant
-    mark_large(model, form, left=tuple(config.llm_int8_skip_modules or ()), freezes=freezes)
+    modules = model.named_modules()
+    marked = (path for path, m in modules if path and any(one.form != form for one in vars(m).get(MARKS, {}).values()))
+    mark_large(model, form, left=(*(config.llm_int8_skip_modules or ()), *marked), freezes=freezes)
 
 
 def adapter_modules(model: nn.Module) -> set[int]:

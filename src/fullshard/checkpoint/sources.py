@@ -94,7 +94,8 @@ def _coded_together(
     if first is None:
         return None
     parts: dict[str, _Together] = {}
-    if group.keeps_rows and all(c is not None and (c.form, c.mark) == (first.form, first.mark) for c in taken.values()):
+    is_alike = all(c is not None and (c.form, c.mark) == (first.form, first.mark) for c in taken.values())
+    if is_alike and group.keeps_rows and all(_is_by_rows(stored[key]) for key in taken):
         for part in first.form.parts:
             own = {key: coded.parts[part.name] for key, coded in taken.items() if coded is not None}
             parts[part.name] = _Together(group, own, outline, torch_dtype(part.dtype))
@@ -111,6 +112,13 @@ def _coded_together(
         return Coded(first.form, first.mark if is_whole else None, sources)
 
     return coded_of
+
+
+def _is_by_rows(source: TensorSource) -> bool:
+    *others, columns = source.shape
+    return source.coded is not None and all(
+        source.coded.parts[part.name].shape == (*others, columns / part.elements) for part in source.coded.form.parts
+    )
 
 
 class _Together:

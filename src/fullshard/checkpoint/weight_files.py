@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,14 @@ class TensorSource:
 class Coded:
     """The parts of a weight that files hold as codes, by name, each flattened in the order of the blocks.
 
-    `mark` marks the weight to keep its codes at rest. It is None if no stored form has such blocks.
+    `mark` marks the weight to keep its codes at rest. It is None if no stored form has such blocks. `tensors` are those
+    of the files by the names that bitsandbytes has for them, if it wrote them.
     """
 
     form: StoredForm
     mark: Mark | None
     parts: Mapping[str, TensorSource]
+    tensors: Mapping[str, TensorSource] = field(default_factory=dict)
 
     def fill(self, interval: Interval, out: Mapping[str, torch.Tensor]) -> None:
         """Read the parts of the elements `interval`, which must begin at a multiple of the form's atom."""

@@ -1,0 +1,58 @@
+"""Sources of weights whose codes and scales are tensors of their own in the files."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from fullshard.checkpoint.chunks import read_transposed
+from fullshard.checkpoint.weight_files import Coded, TensorSource
+from fullshard.core.errors import CheckpointError
+from fullshard.core.forms import CPU_PIECE_NUMEL, FORMS, StoredForm
+from fullshard.core.layout import Interval
+from fullshard.engine.precision import torch_dtype
+from fullshard.features.quantized_weights.codecs import codec_of
+from fullshard.features.quantized_weights.marks import Mark
+
+
+def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSource:
+    """Return the tensor called `name`, without which that called `key` is of no use."""
+    if name not in stored:
+        raise CheckpointError(f"{stored[key].where} holds {key}, but no file of its directory {name}")
+    return stored[name]
+
+
+def coded_source(
+    shape: tuple[int, ...], form: StoredForm, parts: list[TensorSource], *, is_transposed: bool = False
+) -> TensorSource:
+    """Return the source of a weight from the parts in the files, each flattened in the order of the blocks."""
+    mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
+    coded = Coded(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
+    read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
+    if is_transposed:
+        read = functools.partial(read_transposed, read, shape)
+    return TensorSource(shape, torch.bfloat16, parts[0].where, read, coded)
+
+
+@torch.no_grad()
+def _read_decoded(coded: Coded, numel: int, interval: Interval, out: torch.Tensor) -> None:
+    """Fill `out` with elements `interval`, counted in the order of the blocks.
+
+    They are decoded in pieces to limit the use of memory.
+    """
+    form = coded.form
+    for start in range(interval.start // form.atom * form.atom, interval.stop, CPU_PIECE_NUMEL):
+        piece = Interval(start, min(start + CPU_PIECE_NUMEL, -(-interval.stop // form.atom) * form.atom, numel))
+        values = torch.empty(piece.numel, dtype=out.dtype, device=out.device)
+        parts = {
+            part.name: torch.empty(part.numel(piece.numel), dtype=torch_dtype(part.dtype), device=out.device)
+            for part in form.parts
+        }
+        coded.fill(piece, parts)
+        codec_of(form).decode(list(parts.values()), values)
+        wanted = piece.intersect(interval)
+        own = values[wanted.start - start : wanted.stop - start]
+        out[wanted.start - interval.start : wanted.stop - interval.start].copy_(own)
