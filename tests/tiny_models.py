@@ -226,7 +226,7 @@ def why_not(model_type: str, name: str) -> str | None:
     if reason is None:
         try:
             with torch.device("meta"):
-                _make(model_type, name)
+                make(model_type, name)
         except ImportError as error:  # an optional library that is not here
             return next(line for line in str(error).splitlines() if line)
     return reason
@@ -235,7 +235,7 @@ def why_not(model_type: str, name: str) -> str | None:
 def build(model_type: str, name: str, *, seed: int = 0) -> nn.Module:
     """A model with random weights, no two of its tensors alike, in eval mode."""
     torch.manual_seed(seed)
-    model = _make(model_type, name)
+    model = make(model_type, name)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point() and tensor.dim():
@@ -243,7 +243,8 @@ def build(model_type: str, name: str, *, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def _make(model_type: str, name: str) -> nn.Module:
+def make(model_type: str, name: str) -> nn.Module:
+    """A model as Transformers initialises it; on the meta device, if that is the current one."""
     cls = model_class(model_type, name)
     config = tiny_config(model_type, name)
     with warnings.catch_warnings():

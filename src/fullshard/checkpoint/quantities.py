@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fullshard.features.quantized_weights.marks import MARKS, form_at
-from fullshard.features.quantized_weights.quantize import mark_large
+from fullshard.features.quantized_weights.quantize import mark_large, weights
 from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
 from fullshard.plan.quantized import Conversion, is_stacked
 
@@ -27,6 +27,7 @@ def conversion_of(model: nn.Module) -> Conversion:
     adapted = {id(module.get_base_layer()) for module in _adapted(model) if hasattr(module, "base_layer")}
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     skipped = tuple(getattr(config, "llm_int8_skip_modules", None) or ())
+    reasons = {id(p): reason or what for _, _, p, what, reason in weights(model, left=skipped)}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen or id(module) in adapters:
@@ -42,9 +43,11 @@ def conversion_of(model: nn.Module) -> Conversion:
                 continue  # scales
             else:
                 shape = tuple(parameter.shape)
-                is_table = isinstance(module, nn.Embedding) or module is head
-                found.add_whole(f"{path}.{name}", shape, is_table=is_table, is_accepted=path.endswith(skipped))
-            if adapters and not parameter.requires_grad and is_stacked(path, shape) and id(module) not in adapted:
+                is_table, is_accepted = isinstance(module, nn.Embedding) or module is head, path.endswith(skipped)
+                reason = reasons[id(parameter)]
+                found.add_whole(f"{path}.{name}", shape, reason, is_table=is_table, is_accepted=is_accepted)
+            is_frozen_stack = not parameter.requires_grad and is_stacked(f"{path}.{name}", shape)
+            if adapters and is_frozen_stack and id(module) not in adapted:
                 found.unadapted += math.prod(shape)
     return found
 

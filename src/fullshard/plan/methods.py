@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
-from fullshard.plan.quantized import Conversion, is_large, is_stacked
+from fullshard.plan.quantized import TABLES, Conversion, is_stacked, why_small
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
 EXPERTS_FORM = "nf4-double"
@@ -85,7 +85,9 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
             elif is_matrix and not job.quantize:
                 found.converted += parameter.numel
             else:
-                found.add_whole(name, shape, is_table=parameter.role in ("embedding", "head"))
+                is_table = parameter.role in ("embedding", "head")
+                reason = TABLES if is_table else why_small(name, shape) or "others"
+                found.add_whole(name, shape, reason, is_table=is_table)
             if not is_matrix:
                 found.unadapted += parameter.numel * is_stacked(name, shape)
     return found
@@ -104,8 +106,9 @@ def _is_reached(parameter: ParameterShape, *, is_matrix: bool) -> bool:
 
     A stack of such weights counts too, but an embedding does not.
     """
-    is_stack = parameter.role == "other" and len(parameter.shape) > 2 and parameter.shape[0] > 1
-    return (is_matrix or is_stack) and is_large(parameter.name, parameter.shape)
+    name, shape = parameter.name, parameter.shape
+    is_stack = parameter.role == "other" and ((len(shape) > 2 and shape[0] > 1) or is_stacked(name, shape))
+    return (is_matrix or is_stack) and not why_small(name, shape)
 
 
 def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) -> bool:

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count
 
+TABLES = "embeddings"
 _FEW = 16
 """A matrix with fewer rows or columns than this is small."""
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter holds several matrices, like the stacked experts of a layer in Transformers."""
-    return len(shape) == 3 and shape[0] > 1 and "conv" not in name.lower()
+    """Return whether a parameter holds several matrices, like the stacked experts of a layer in Transformers.
 
-
-def is_large(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a weight is worth quantising.
-
-    It must consist of one or more matrices, and must not belong to a router of experts.
+    They have a dim of their own, or are stacked as rows, as in DBRX.
     """
-    is_router = name.split(".")[-2:-1] in (["gate"], ["router"])
-    return len(shape) > 1 and math.prod(shape) // max(1, *shape) >= _FEW and not is_router
+    *modules, attribute = name.lower().split(".")
+    if len(shape) == 2:
+        return "experts" in modules and attribute != "weight" and "bias" not in attribute
+    return len(shape) == 3 and (shape[0] > 1 or "experts" in modules) and "conv" not in name.lower()
+
+
+def why_small(name: str, shape: tuple[int, ...]) -> str:
+    """Return why a weight is not worth quantising: it is small, or of a router; empty if it is worth it."""
+    if len(shape) < 2 or math.prod(shape) // max(1, *shape) < _FEW:
+        return "small ones"
+    return "routers" if name.split(".")[-2:-1] in (["gate"], ["router"]) else ""
+
+
+def shares(part: Mapping[str, int], whole: int) -> str:
+    """Return a list of what there is: each name with its number of elements, and their share of the whole."""
+    each = (f"{what} {format_count(numel)} ({numel / max(1, whole):.1%})" for what, numel in part.items())
+    return ", ".join(each) or "nothing"
 
 
 @dataclass(slots=True)
@@ -39,6 +51,7 @@ class Conversion:
         stacked: the part of `whole` in parameters that stack several matrices.
         accepted: the part of `whole` in parameters that the user excluded, without embeddings and the head.
         unadapted: frozen, stacked elements without an adapter, quantised or not.
+        left: the elements of `whole`, by reason or by name.
     """
 
     is_asked_for: bool = False
@@ -50,10 +63,14 @@ class Conversion:
     accepted: int = 0
     unadapted: int = 0
     form: str = ""
+    left: dict[str, int] = field(default_factory=dict)
 
-    def add_whole(self, name: str, shape: tuple[int, ...], *, is_table: bool, is_accepted: bool = False) -> None:
-        """Count a parameter that stays in 16 or 32 bits."""
+    def add_whole(
+        self, name: str, shape: tuple[int, ...], reason: str, *, is_table: bool, is_accepted: bool = False
+    ) -> None:
+        """Count a parameter that stays in 16 or 32 bits, for this reason."""
         numel = math.prod(shape)
+        self.left[reason] = self.left.get(reason, 0) + numel
         self.whole += numel
         self.tables += numel * is_table
         self.stacked += numel * is_stacked(name, shape)
@@ -64,15 +81,16 @@ class Conversion:
         """A line that states how much stays in 16 or 32 bits, and why."""
         total = self.converted + self.at_rest + self.whole
         text = f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in "
+        left = f"; left as they are: {shares(self.left, total)}"
         if self.at_rest:
             what = "the others" if self.converted == 0 else f"{format_count(self.at_rest)} without such a layer"
             text += f"16 or 32 bits; {what} are {self.form} at rest and in messages, and decoded for use"
             layers = f"; {format_count(self.converted)} are in bitsandbytes' layers" if self.converted else ""
-            return text + layers
+            return text + layers + left
         text += "16 or 32 bits, because bitsandbytes only converts nn.Linear, except the head"
         if self.stacked:
             text += f": {format_count(self.stacked)} are experts, stacked in 3-D parameters"
-        return text
+        return text + left
 
     @property
     def said_of_adapters(self) -> str:

@@ -115,6 +115,12 @@ def test_tiles_of_128_rows_are_rows_with_the_scale_of_their_tile() -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
+def test_float64_is_encoded_as_float32(name: str) -> None:
+    both = (codec(name).encode(each) for each in (values(1000), values(1000).double()))
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("numel", [0, 2**15 + 2**14, 1001])
 def test_parts_are_as_long_as_the_form_says(name: str, numel: int) -> None:
     parts = codec(name).encode(values(numel))

@@ -30,6 +30,8 @@ class Codec:
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the encoded parts of floating-point `values` of shape (n,), on the same device."""
+        if values.dtype is torch.float64:  # which the libraries do not take
+            values = values.float()
         done = [self._encode(piece) for piece in values.split(_piece_numel(values))] or [self._encode(values)]
         return tuple(map(torch.cat, zip(*done, strict=True)))
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.forms import form_of
-from fullshard.core.sizes import format_count
 from fullshard.features.quantized_weights import at_rest  # noqa: F401 -- it shards what is marked here
 from fullshard.features.quantized_weights.marks import MARKS, Mark
 from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
-from fullshard.plan.quantized import is_large
+from fullshard.plan.quantized import TABLES, is_stacked, shares, why_small
 
 _MATRIX, _STACK = 2, 3
+_CODED, _LARGE = "coded already", ("convolutions", "linear layers", "stacked weights")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -50,12 +50,9 @@ class Quantized:
     left: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        whole = max(1, sum(self.marked.values()) + sum(self.left.values()))
-        marked, left = (
-            ", ".join(f"{what} {format_count(numel)} ({numel / whole:.1%})" for what, numel in part.items())
-            for part in (self.marked, self.left)
-        )
-        return f"{self.form} at rest: {marked or 'nothing'}; left as they are: {left or 'nothing'}"
+        whole = sum(self.marked.values()) + sum(self.left.values())
+        marked, left = shares(self.marked, whole), shares(self.left, whole)
+        return f"{self.form} at rest: {marked}; left as they are: {left}"
 
 
 def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -> Quantized:
@@ -91,7 +88,8 @@ def mark_large(
     skip weights that are trained.
     """
     found, seen = Quantized(form_of(form).name), set[int]()
-    for module, attribute, parameter, what, reason in _weights(model, embeddings, left, freezes):
+    options: Any = {"embeddings": embeddings, "left": left, "freezes": freezes}
+    for module, attribute, parameter, what, reason in weights(model, **options):
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
@@ -103,8 +101,8 @@ def mark_large(
     return found
 
 
-def _weights(
-    model: nn.Module, embeddings: bool, left: tuple[str, ...], freezes: bool
+def weights(
+    model: nn.Module, *, embeddings: bool = False, left: tuple[str, ...] = (), freezes: bool = False
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter, str, str]]:
     """Yield each parameter with its module, attribute, layer type and reason to skip it (empty if marked)."""
     of_head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -114,29 +112,35 @@ def _weights(
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            what = _what(path, module, parameter)
-            reason = "" if what else "small ones"
-            if is_exact(parameter) or is_to_be_quantised(parameter) or not parameter.is_floating_point():
-                reason = "coded already"
-            elif parameter.requires_grad and not freezes:
+            what = _what(path, module, attribute, parameter)
+            if (id(parameter) in tables or "embed" in attribute) and parameter.dim() >= _MATRIX and what != _CODED:
+                what = TABLES
+            reason = "" if what in _LARGE or (what == TABLES and embeddings) else what
+            if parameter.requires_grad and not freezes and what != _CODED:
                 reason = "trained"
-            elif path.endswith(left):
+            elif path.endswith(left) and what != _CODED:
                 reason = "left out"
-            elif id(parameter) in tables and parameter.dim() >= _MATRIX:
-                what, reason = "embeddings", "" if embeddings else "embeddings"
             yield module, attribute, parameter, what, reason
 
 
-def _what(path: str, module: nn.Module, parameter: nn.Parameter) -> str:
-    """Return the layer type of a large weight; empty for norms, biases, routers and small weights."""
-    shape = tuple(parameter.shape)
-    if not is_large(f"{path}.", shape) or "router" in type(module).__name__.lower():
-        return ""
+def _what(path: str, module: nn.Module, attribute: str, parameter: nn.Parameter) -> str:
+    """Return what a weight is: one of `_LARGE`, or what is left, by a word for it or by its own name."""
+    kind, name, shape = type(module).__name__, f"{path}.{attribute}", tuple(parameter.shape)
+    if (
+        is_exact(parameter)
+        or is_to_be_quantised(parameter)
+        or not parameter.is_floating_point()
+        or parameter.itemsize == 1
+    ):
+        return "complex numbers" if parameter.is_complex() else _CODED
+    if reason := why_small(name, shape) or ("routers" if "router" in kind.lower() else ""):
+        return reason
     if isinstance(module, _CONVOLUTIONS):
         return "convolutions"
-    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":  # Transformers' linear layer of GPT-2
+    if isinstance(module, (nn.Linear, nn.MultiheadAttention)) or kind == "Conv1D":  # that of Transformers' GPT-2
         return "linear layers"
-    return "stacked weights" if len(shape) >= _STACK and shape[0] > 1 else ""
+    is_stack = (len(shape) >= _STACK and shape[0] > 1) or is_stacked(name, shape)
+    return "stacked weights" if is_stack else f"{kind}.{attribute}"
 
 
 def _is_embedding(module: nn.Module) -> bool:
