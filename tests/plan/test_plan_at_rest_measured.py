@@ -6,32 +6,28 @@ pytest tests/plan/test_plan_at_rest_measured.py
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard import Accelerator, plan_model, quantize
 from fullshard.api.plan_check import PlanCheck
+from fullshard.api.planning import model_shape
+from fullshard.core.errors import ConfigError
 from fullshard.engine.lookup import units_of
 from fullshard.features import MixedPrecisionPolicy, shard_model
 from fullshard.features.quantized_weights.at_rest import DecodedBuffer
 from fullshard.features.quantized_weights.marks import MARKS
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.unit_selection import unit_modules
-from fullshard.plan.families import from_config
-from fullshard.plan.hardware import DEVICES
+from fullshard.plan.families import CONVERTED_TARGETS, from_config
 from fullshard.plan.job import Job
-from fullshard.plan.layout import ModelLayout, lay_out
-from fullshard.plan.memory import Memory, memory_of
 from fullshard.plan.methods import apply_method
-from fullshard.plan.route import Route
-from fullshard.plan.schedule import predict_step
-from fullshard.plan.setting import PlanSetting
 from tests.distributed import run_ranks
-from tests.plan.test_plan_qlora import peak_of
+from tests.plan.allocations import RANKS, TOKENS, measured, planned, step
 
 pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
 peft = pytest.importorskip("peft")
@@ -46,7 +42,7 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rop
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen3_moe": MIXTURE,
-    "mixtral": {**MIXTURE, "model_type": "mixtral"},
+    "mixtral": {**MIXTURE, "model_type": "mixtral", "moe_intermediate_size": 512},
     "gpt_oss": {**MIXTURE, "model_type": "gpt_oss"},
     "glm4_moe": {**MIXTURE, "model_type": "glm4_moe", "n_routed_experts": 16, "first_k_dense_replace": 1},
     "deepseek_v3": {
@@ -56,7 +52,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**MIXTURE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64},
 }  # fmt: skip
-RANKS, TOKENS = 2, 64
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -72,6 +67,53 @@ def test_the_planner_quantises_what_the_engine_does(values: dict[str, Any]) -> N
     of_object = plan_model(model, "8xH100")
     assert {p.name for p in of_object.setting.model.parameters if p.form == "int8"} == marked
     assert of_object.at_rest is not None
+
+
+def test_the_planner_knows_which_experts_peft_adapts() -> None:
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as PATTERNS
+
+    converted = {
+        name for name, pattern in {**PATTERNS, "mixtral": "mixtral"}.items() if pattern in ("mixtral", "qwen2_moe")
+    }
+    text_models = {name for name in converted if "omni" not in name and name != "beam" and name.islower()}
+    assert set(CONVERTED_TARGETS) == text_models
+
+
+_KNOWN_AS = {"mixtral": "w1,w2,w3,gate"}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "projections"])
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt2"}))
+def test_adapters_are_planned_where_peft_puts_them(family: str, targets: str) -> None:
+    values = FAMILIES[family]
+    targets = targets.replace("projections", _KNOWN_AS.get(family, "gate_proj,up_proj,down_proj"))
+    targets = "o_proj,v_proj" if (family, targets[:4]) == ("gpt_oss", "gate") else targets
+    targets = "o_proj,kv_b_proj" if (family, targets[:4]) == ("deepseek_v3", "q_pr") else targets
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+        names = targets if targets == "all-linear" else targets.split(",")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names))
+    job = Job.of({"method": "lora", "lora_rank": 4, "lora_targets": targets})
+    shape = apply_method(from_config(values, where="test")[0], job)
+    found = {n.removeprefix("base_model.model."): (*p.shape,) for n, p in adapted.named_parameters() if p.requires_grad}
+    assert {p.name: p.shape for p in shape.parameters if p.trainable} == found
+    assert any(p.folded_rank for p in shape.parameters) == any("experts.lora" in name for name in found)
+    of_object = model_shape(adapted)
+    assert [block.adapters for block in shape.blocks] == [block.adapters for block in of_object.blocks]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "said"),
+    [
+        ("qwen3_moe", "w1,w2,w3", "qwen3_moe has no linear layer named w1, w2, w3"),
+        ("mixtral", "w1,w2", "mixtral stores w1 and w3 in one parameter, gate_up_proj"),
+    ],
+)
+def test_targets_that_peft_refuses(family: str, targets: str, said: str) -> None:
+    job = Job.of({"method": "lora", "lora_targets": targets})
+    with pytest.raises(ConfigError, match=said):
+        apply_method(from_config(FAMILIES[family], where="test")[0], job)
 
 
 def test_a_model_object_is_planned_with_the_setting() -> None:
@@ -94,44 +136,25 @@ def build(dtype: str) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=TARGETS))
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    tokens = torch.arange(TOKENS)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def measure(form: str, dtype: str) -> tuple[int, list[int], list[int]]:
     """Most live bytes of a step; bytes at rest and of a message of each coded bucket."""
     os.environ["FULLSHARD_COMM"] = "gloo"
     torch.compiler.set_stance("force_eager")  # bitsandbytes compiles what it has no kernels for
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
         model = build(dtype)
         quantize(model, form)
         units = unit_modules(model)
         checkpoint_modules(model, units)
         shard_model(model, unit_modules=units, mp_policy=MixedPrecisionPolicy(), device=torch.device("cpu"))
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        step(model, optimizer)
-        step(model, optimizer)
-        with record_function("measured"):
-            step(model, optimizer)
-        with record_function("after"):
-            pass
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    most, model, _ = measured(make)
     buckets = [
         bucket for unit in units_of(model) for bucket in unit.buckets if isinstance(bucket.buffer, DecodedBuffer)
     ]
     messages = [bucket.buffer._message.full.numel() // RANKS for bucket in buckets]  # type: ignore[attr-defined]
-    return peak_of(profiler), [bucket.main.nbytes for bucket in buckets], messages
-
-
-def planned(form: str, dtype: str) -> tuple[Memory, ModelLayout]:
-    job = job_of(form, dtype)
-    shape = apply_method(from_config(MIXTURE, where="test")[0], job)
-    layout = lay_out(shape, strategy=job.row, world_size=RANKS, dtypes=job.dtypes)
-    route = Route.of(RANKS, on_cpu=True, per_host=None)
-    setting = PlanSetting(shape, layout, job, DEVICES["CPU"], route=route)
-    return memory_of(predict_step(layout, job.schedule), setting, ranks_per_host=RANKS), layout
+    return most, [bucket.main.nbytes for bucket in buckets], messages
 
 
 _MORE = [("nf4-double", "float32"), ("fp4", "float32"), ("int8", "float32"), ("mxfp4", "bfloat16"), ("fp8", "bfloat16")]
@@ -141,7 +164,7 @@ _MORE = [("nf4-double", "float32"), ("fp4", "float32"), ("int8", "float32"), ("m
     ("form", "dtype"), [("nf4", "bfloat16"), *(pytest.param(*each, marks=pytest.mark.full) for each in _MORE)]
 )
 def test_bytes_at_rest_of_messages_and_of_a_step(form: str, dtype: str) -> None:
-    memory, layout = planned(form, dtype)
+    memory, layout = planned(MIXTURE, job_of(form, dtype))
     buckets = [bucket for unit in layout.units for bucket in unit.coded]
     for most, at_rest, messages in run_ranks(measure, RANKS, form, dtype):
         print(f"{form} in {dtype}: planned {memory.peak_of_step}, found {most}, {memory.peak_of_step / most:.3f}")

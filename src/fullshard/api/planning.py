@@ -32,6 +32,9 @@ from fullshard.wrap.partition import Slot, UnitPlan, partition
 _SAME_MEMORY = 0.15
 """The fraction of a device's memory that its driver may keep to itself."""
 
+_OF_PEFT = "base_model.model."
+"""The path of a model inside PEFT's wrapper, with a dot."""
+
 
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
     """Return the engine's units and the parameters of `model`, including dtypes and `requires_grad`.
@@ -48,8 +51,17 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
     if getattr(config, "model_type", None) in FAMILIES:
         family = from_config(config.to_dict(), where=f"{type(model).__name__}.config")[0]  # type: ignore[union-attr]
     blocks = {} if family is None else {unit.name: unit.block for unit in family.units}
+    folded = _folded_ranks(model)
     units = tuple(
-        _unit(plan, names, block=blocks.get(names[id(plan.modules[0])]), first=first, order=order) for plan in plans
+        _unit(
+            plan,
+            names,
+            block=blocks.get(names[id(plan.modules[0])].removeprefix(_OF_PEFT)),
+            first=first,
+            order=order,
+            folded=folded,
+        )
+        for plan in plans
     )
     # An inner unit comes before the one around it in `plans`, and its forward begins after.
     calls = sorted(plans[:-1], key=lambda plan: order[id(plan.modules[0])])
@@ -148,8 +160,23 @@ def _base_dtype(model: ModelShape) -> str:
     return max(dtypes, key=lambda dtype: numels[dtype])
 
 
+def _folded_ranks(model: nn.Module) -> dict[tuple[int, str], int]:
+    """Return the ranks of PEFT's adapters of bare parameters, by the id of the module that has one and its name."""
+    adapted: list[Any] = [m for m in model.modules() if hasattr(m, "parameter_name") and hasattr(m, "lora_A")]
+    return {
+        (id(module.get_base_layer()), module.parameter_name): sum(module.r.get(name, 0) for name in module.lora_A)
+        for module in adapted
+    }
+
+
 def _unit(
-    plan: UnitPlan, names: dict[int, str], *, block: Block | None, first: int, order: dict[int, int]
+    plan: UnitPlan,
+    names: dict[int, str],
+    *,
+    block: Block | None,
+    first: int,
+    order: dict[int, int],
+    folded: dict[tuple[int, str], int],
 ) -> UnitShape:
     name, position = names[id(plan.modules[0])], order[id(plan.modules[0])]
     embeds = block is None and (not name or position == first)  # not the position tables inside a layer
@@ -175,6 +202,7 @@ def _unit(
             form=form_at(module, attribute),
             statistics=None if slot.statistics_dtype is None else dtype_name(slot.statistics_dtype),
             role=role_of(slot),
+            folded_rank=folded.get((id(module), attribute), 0),
         )
 
     return UnitShape(name, tuple(map(shape_of, plan.slots)), block)

@@ -24,6 +24,7 @@ Transformers writes it:
 | adapters' inputs, of total width A | b each once; 4 A if only adapters are float32 | PEFT casts for each adapter |
 | dropout of those inputs | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
 | between an adapter's factors | b times its rank | the second factor's input |
+| weights of experts with adapters | b for each element, whatever the tokens | forward uses a changed copy of them |
 
 Each rank of a tensor-parallel group has its part of the widths within attention and the feed-forward part. Norms,
 dropout of sums, the layer's input and the inputs of projections have their full width on each rank.
@@ -88,6 +89,7 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
     tokens, widest = job.tokens, width * block.active_intermediate
     between = _saved_between(block, job, width, device) * job.tokens
     whole = _saved_within(block, job, width, device) * tokens + between
+    whole += 0 if block.adapters is None else width * block.adapters.folded
     feeding = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
     working = max(feeding, _working_on_scores(block, job, width, device) * tokens)
     inputs, temporaries = width * block.hidden * job.tokens, (working, feeding - widest * tokens)

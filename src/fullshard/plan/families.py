@@ -378,6 +378,22 @@ ESTIMATED = {
 }
 """Families with estimated activations and speed, and the reason for it."""
 
+_PROJECTIONS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj", "gate": "gate.weight"}
+_OF_MIXTRAL = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj", "gate": "gate.weight"}
+CONVERTED_TARGETS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _OF_MIXTRAL),
+    **dict.fromkeys(
+        (
+            *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+            *("exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe"),
+            *("longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
+        ),
+        _PROJECTIONS,
+    ),
+}
+"""Mixtures whose experts PEFT adapts for the names that projections had in Transformers 4, and the parameters that they
+are now (PEFT 0.21, `utils/transformers_weight_conversion.py`)."""
+
 _OWN_HEAD = ("audioflamingo3", "llama4", "musicflamingo", "qwen2_audio", "vibevoice_asr", "voxtral")
 """Models of several parts in which the text part has the head and states whether it is tied. In all other models the
 outer file states it."""
@@ -406,6 +422,8 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")
         tied = {} if kind in _OWN_HEAD else {n: v for n, v in values.items() if n == "tie_word_embeddings"}
         values, kind = {**nested, **tied}, nested["model_type"]
+    beside: dict[str, Any] = {"published_as": published_as}
+    beside["converted_targets"] = tuple(CONVERTED_TARGETS.get(kind, {}).items())
     if kind not in FAMILIES and is_known_to_transformers(kind):
         notes.append(
             f"{where}: {kind} as Transformers builds it: parameters are exact, and activations are an estimate"
@@ -413,7 +431,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         shape = counted(values, where=where)
         if shape.encoder_decoder:
             notes.append(f"{where}: the encoder is planned with as many tokens as the decoder")
-        return dataclasses.replace(shape, name=name or kind, published_as=published_as), notes
+        return dataclasses.replace(shape, name=name or kind, **beside), notes
     fields, reader = Fields(values, where), FAMILIES.get(kind)
     if reader is None:
         _require_llama(values, kind, where)
@@ -433,7 +451,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         notes.append(f"{kind}: {ESTIMATED[kind]}")
     unknown = sorted({block.activation for block in blocks} - KEPT_BY_ACTIVATION.keys())
     notes += [f"{where}: activation {name!r} is unknown; the plan assumes that it keeps its input" for name in unknown]
-    return dataclasses.replace(shape, name=name or kind, published_as=published_as), notes
+    return dataclasses.replace(shape, name=name or kind, **beside), notes
 
 
 def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from fullshard.core.errors import ConfigError
@@ -37,20 +38,16 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
         if all(p.exact or p.dtype == job.main_dtype for p in model.parameters):
             return model
         return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype=job.main_dtype)])
-    names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
-    targets = job.lora_targets or "all-linear"
-    wanted = names if targets == "all-linear" else {t.strip() for t in targets.split(",")}
-    if unknown := sorted(wanted - names):
-        raise ConfigError(
-            f"lora_targets: {model.name} has no linear layer named {', '.join(unknown)}",
-            hint=f"use {', '.join(sorted(names))}, or all-linear",
-        )
+    wanted, folded = _targets(model, job)
 
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
         frozen = dataclasses.replace(parameter, dtype=job.stored_dtype, trainable=False)
         is_matrix = _is_matrix(model, unit, parameter)
+        rank = job.adapter_rank * next((n for name, n in folded.items() if parameter.name.endswith(f".{name}")), 0)
         if form := _form(model, unit, parameter, job):
-            yield dataclasses.replace(frozen, form=form)
+            yield dataclasses.replace(frozen, form=form, folded_rank=rank)
+        elif rank:
+            yield dataclasses.replace(frozen, folded_rank=rank)
         else:
             yield from _packed(frozen) if is_matrix and job.method == "qlora" and not job.quantize else [frozen]
         if is_matrix and parameter.name.split(".")[-2] in wanted:
@@ -58,8 +55,39 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             rows, columns = parameter.shape
             yield ParameterShape(f"{stem}.lora_A.default.weight", (job.adapter_rank, columns), role="adapter")
             yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, job.adapter_rank), role="adapter")
+        if rank:
+            *experts, rows, columns = parameter.shape
+            rank *= math.prod(experts)
+            stem = parameter.name.rpartition(".")[0] + ".base_layer" * parameter.name.endswith("gate_up_proj")
+            yield ParameterShape(f"{stem}.lora_A.default.weight", (rank, columns), role="adapter")
+            yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, rank), role="adapter")
 
     return model.map(change).with_adapters(dropout=bool(job.lora_dropout))
+
+
+def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
+    """Return the linear layers that get an adapter, and the parameters of a mixture that do, with a factor of the rank.
+
+    PEFT takes the names of experts' projections and of the router for parameters that Transformers has made of them,
+    whatever else has these names. Two projections that have become one parameter have twice the rank there.
+    """
+    names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
+    converted = dict(model.converted_targets)
+    targets = job.lora_targets or "all-linear"
+    wanted = names | converted.keys() if targets == "all-linear" else {t.strip() for t in targets.split(",")}
+    if unknown := sorted(wanted - names - converted.keys()):
+        raise ConfigError(
+            f"lora_targets: {model.name} has no linear layer named {', '.join(unknown)}",
+            hint=f"use {', '.join(sorted(names | converted.keys()))}, or all-linear",
+        )
+    found = Counter(converted[name] for name in wanted & converted.keys())
+    if parts := [name for name in found if 0 < found[name] < Counter(converted.values())[name]]:
+        needed = " and ".join(name for name in converted if converted[name] == parts[0])
+        raise ConfigError(
+            f"lora_targets: {model.name} stores {needed} in one parameter, {parts[0]}",
+            hint=f"name {needed}, or neither",
+        )
+    return wanted - converted.keys(), dict(found)
 
 
 def _quantized(model: ModelShape, form: str) -> ModelShape:
@@ -75,7 +103,7 @@ def _quantized(model: ModelShape, form: str) -> ModelShape:
 
 def conversion_of(model: ModelShape, job: Job) -> Conversion:
     """Count the elements that a job quantises in the given model, and those that no adapter reaches."""
-    found = Conversion(is_asked_for=True, form=job.quantize or EXPERTS_FORM)
+    found, (_, folded) = Conversion(is_asked_for=True, form=job.quantize or EXPERTS_FORM), _targets(model, job)
     for unit in model.units:
         for parameter in unit.parameters:
             name, shape = parameter.name, parameter.shape
@@ -88,7 +116,7 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
                 is_table = parameter.role in ("embedding", "head")
                 reason = TABLES if is_table else why_small(name, shape) or "others"
                 found.add_whole(name, shape, reason, is_table=is_table)
-            if not is_matrix:
+            if not is_matrix and not any(name.endswith(f".{target}") for target in folded):
                 found.unadapted += parameter.numel * is_stacked(name, shape)
     return found
 

@@ -98,8 +98,8 @@ class Conversion:
         if not self.unadapted:
             return ""
         return (
-            f"{format_count(self.unadapted)} weights of experts have no adapter and are not trained: target_modules, "
-            "including all-linear, only selects nn.Linear, and experts are stacked in 3-D parameters"
+            f"{format_count(self.unadapted)} weights of experts have no adapter and are not trained: PEFT's "
+            "target_modules do not reach them; target_parameters does"
         )
 
     def require(self) -> None:

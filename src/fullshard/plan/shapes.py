@@ -35,6 +35,7 @@ class ParameterShape:
             `embedding`, `head` or `other`.
         form: name of the form (`core.forms`) whose codes are stored and sent; empty if it is stored as numbers.
         tiles: number of parts into which tensor parallelism has split it; `shape` is the shape of one part.
+        folded_rank: rank of the adapter whose product forward adds to a copy of this weight; 0 if there is none.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParameterShape:
     role: str = "other"
     form: str = ""
     tiles: int = 1
+    folded_rank: int = 0
 
     @property
     def numel(self) -> int:
@@ -77,6 +79,7 @@ class Adapters:
         ranks: sum of the ranks of all adapters.
         dropout: whether the adapters apply dropout to their inputs.
         written: sum of the widths of all tensors that they add to.
+        folded: elements of the weights that adapters change before they are used, which makes a copy of each weight.
     """
 
     read: int
@@ -85,19 +88,33 @@ class Adapters:
     dtype: str = "float32"
     dropout: bool = False
     written: int = 0
+    folded: int = 0
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
         """Return the adapters among a layer's parameters, which PEFT's names identify, or None if there are none."""
         parameters = list(parameters)
-        factors = [p for p in parameters if ".lora_A." in p.name]
-        if not factors:
+        folded = {_module_of(p.name.rpartition(".")[0]) for p in parameters if p.folded_rank}
+        adapters = [p for p in parameters if ".lora_" in p.name]
+        adapters = [p for p in adapters if _module_of(p.name.partition(".lora_")[0]) not in folded]
+        factors = [p for p in adapters if ".lora_A." in p.name]
+        if not factors and not folded:
             return None
         paths = [p.name.partition(".lora_A.")[0].rpartition(".") for p in factors]
         once = {(parent, p.shape[1]) for (parent, _, leaf), p in zip(paths, factors, strict=True) if leaf not in _LAST}
-        read, ranks = (sum(p.shape[dim] for p in factors) for dim in (1, 0))
-        written = sum(p.shape[0] for p in parameters if ".lora_B." in p.name)
-        return cls(read, sum(width for _, width in once), ranks, factors[0].dtype, dropout, written)
+        return cls(
+            read=sum(p.shape[1] for p in factors),
+            read_once=sum(width for _, width in once),
+            ranks=sum(p.shape[0] for p in factors),
+            dropout=dropout,
+            written=sum(p.shape[0] for p in adapters if ".lora_B." in p.name),
+            folded=sum(p.numel for p in parameters if p.folded_rank),
+        )
+
+
+def _module_of(path: str) -> str:
+    """Return the path of the model's own module, without PEFT's wrappers, which are nested if it has several."""
+    return path.replace(".base_layer", "")
 
 
 _LAST = ("o_proj", "out_proj", "o")
@@ -182,6 +199,8 @@ class ModelShape:
         calls: names of the inner units in the order in which their forwards begin; empty means definition order.
         capped_logits: whether logits pass through a tanh, which keeps its output.
         published_as: the stored form (`core.forms`) of most weights in the published files; empty if they are numbers.
+        converted_targets: pairs of a name in PEFT's `target_modules` and the parameter of a mixture that PEFT adapts
+            for it; empty if PEFT adapts linear layers only.
         is_final: whether dtypes and `trainable` already describe the run, so that no training method applies.
     """
 
@@ -195,6 +214,7 @@ class ModelShape:
     is_final: bool = False
     published_as: str = ""
     capped_logits: bool = False
+    converted_targets: tuple[tuple[str, str], ...] = ()
 
     @property
     def root(self) -> UnitShape:

@@ -51,8 +51,11 @@ def forward_flops(unit: UnitShape, job: Job) -> float:
     for parameter in unit.parameters:
         if parameter.role in ("embedding", "scale") or len(parameter.shape) < 2:
             continue
+        flops += 2 * parameter.numel * parameter.folded_rank
         share = 1.0
         if block is not None and block.experts and ".experts." in parameter.name:
+            if parameter.role == "adapter":
+                continue  # its product has been added to the weights
             share = block.experts_per_token / block.experts
         elements = parameter.numel * (2 if parameter.exact else 1)  # two 4-bit elements in a byte
         flops += 2 * elements * share * job.tokens
@@ -177,11 +180,12 @@ def masked_flops(model: ModelShape, job: Job) -> float:
 def backward_factor(unit: UnitShape) -> float:
     """Return the cost of backward, as a multiple of the forward's.
 
-    The gradients of inputs cost one forward, and so do the gradients of weights, if all of them are trained.
+    The gradients of inputs cost one forward, and so do the gradients of weights, if all of them are trained, or have
+    adapters that need these gradients.
     """
     matrices = [p for p in unit.parameters if len(p.shape) >= 2]
     total = sum(p.numel for p in matrices)
-    trained = sum(p.numel for p in matrices if p.trainable)
+    trained = sum(p.numel for p in matrices if p.trainable or p.folded_rank)
     return 1 + (trained / total if total else 1)
 
 
