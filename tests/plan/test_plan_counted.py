@@ -113,6 +113,6 @@ def test_what_transformers_cannot_build_is_said(tmp_path: Path, monkeypatch: pyt
 def test_what_transformers_knows() -> None:
     assert is_known_to_transformers("granite") and not is_known_to_transformers("brand_new")
     assert not is_known_to_transformers("")
-    with pytest.raises(ConfigError, match="not known"):
+    with pytest.raises(ConfigError, match="is unknown"):
         from_config({"model_type": "brand_new"}, where="x")
     assert "granite" not in FAMILIES
