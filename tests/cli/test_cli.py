@@ -90,7 +90,7 @@ def test_words_that_are_no_text_are_refused(tmp_path: Path, words: list[str]) ->
     """The name of a file may be any bytes; Python has a surrogate for each that is no UTF-8."""
     done = run_here(*words, "\udcff", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(r"ConfigError: '\udcff' is not valid UTF-8")
+    assert done.stderr.startswith(r"ConfigError: the argument '\udcff' is not valid UTF-8")
 
 
 def test_version() -> None:
@@ -159,7 +159,7 @@ def test_nproc_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RANK", "0")
     result = CliRunner().invoke(app, ["train", "--nproc", "2"])
     assert isinstance(result.exception, ConfigError)
-    assert "--nproc has no effect here" in str(result.exception)
+    assert "--nproc has no effect because" in str(result.exception)
 
 
 def test_arguments_survive_the_command_line(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def consolidate(
     config_from: _ConfigFrom = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the unsharded model to safetensors files, with at most 16 MiB of a tensor in memory at a time."""
+    """Write the unsharded model to safetensors files. At most 16 MiB of a tensor is in memory at a time."""
     options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
     _weights(checkpoint, output, **options)
 
@@ -215,7 +215,7 @@ def import_(
     dtype: Dtype = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a checkpoint of another program to fullshard's format.
+    """Convert another program's checkpoint to fullshard's format.
 
     Supported are checkpoints of Hugging Face, Accelerate, Trainer, torch, torch_xla, and TorchAcc.
     """

@@ -82,7 +82,7 @@ def convert(
 
 @app.command("schema")
 def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
-    """Write the JSON schema of fullshard's YAML, which editors use for completion and validation."""
+    """Write the JSON schema of fullshard's YAML. Editors use it for completion and validation."""
     from fullshard.config.write import json_schema
 
     _put(json.dumps(json_schema(), indent=2) + "\n", output, overwrite)

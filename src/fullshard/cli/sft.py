@@ -30,7 +30,7 @@ names, and fullshard's sections (launch, sharding, ...). --num_processes (-n),
 
 
 def sft(context: typer.Context) -> None:
-    """Fine-tune all weights of a model, or train LoRA or QLoRA adapters. `fullshard sft --help` lists the options."""
+    """Fine-tune all weights of a model, or LoRA or QLoRA adapters. `fullshard sft --help` lists the options."""
     if not context.args or context.args[0] in ("-h", "--help"):
         from fullshard.recipes.sft_arguments import make_parser
 
