@@ -21,6 +21,8 @@ from transformers import (
     DeepseekV3Config,
     FineGrainedFP8Config,
     GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     Mxfp4Config,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -38,6 +40,7 @@ from fullshard.core.layout import Interval
 from fullshard.engine.lookup import units_of
 from fullshard.features.quantized_weights.at_rest import CodedBucket
 from fullshard.features.quantized_weights.codecs import codec
+from fullshard.integrations.transformers.at_load import load_sharded
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 
@@ -92,10 +95,10 @@ DEEPSEEK = DeepseekV3Config(
 )
 
 
-def deepseek(path: Path, block: list[int], scale_fmt: str = "float") -> Path:
-    """Write a small DeepSeek-V3 whose linear layers and experts are in FP8, quantised by Transformers' own code."""
+def in_fp8(path: Path, block: list[int], scale_fmt: str = "float", shape: Any = DEEPSEEK) -> Path:
+    """Write a small model whose linear layers and experts are in FP8, quantised by Transformers' own code."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(DEEPSEEK, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(path)
@@ -296,7 +299,7 @@ def test_quantised_files_that_cannot_be_read_are_refused_by_every_reader(tmp_pat
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 def test_fp8_stays_as_it_is_in_the_files(scale_fmt: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    deepseek(tmp_path, [64, 128], scale_fmt)
+    in_fp8(tmp_path, [64, 128], scale_fmt)
     widened = FineGrainedFP8Config(dequantize=True)
     reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=widened)
     with caplog.at_level(logging.WARNING):
@@ -315,7 +318,7 @@ def test_fp8_stays_as_it_is_in_the_files(scale_fmt: str, tmp_path: Path, caplog:
 
 
 def test_fp8_in_blocks_that_no_form_has_is_read_as_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    deepseek(tmp_path, [64, 32])
+    in_fp8(tmp_path, [64, 32])
     reference: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
@@ -344,19 +347,19 @@ def test_rows_that_are_no_whole_number_of_blocks_have_the_scales_of_theirs(tmp_p
 @pytest.mark.full
 @pytest.mark.parametrize("targets", [{"target_parameters": EXPERTS}, {"target_modules": "all-linear"}], ids=str)
 def test_adapters_train_on_fp8_as_on_its_values(targets: dict[str, Any], tmp_path: Path) -> None:
-    path = deepseek(tmp_path / "base", [64, 128])
+    path = in_fp8(tmp_path / "base", [64, 128])
     run_ranks(check_training, 2, path, {"target_modules": []} | targets, FineGrainedFP8Config(dequantize=True))
 
 
 def test_merging_onto_fp8_is_exact(tmp_path: Path) -> None:
-    deepseek(tmp_path / "base", [64, 128])
+    in_fp8(tmp_path / "base", [64, 128])
     widened = FineGrainedFP8Config(dequantize=True)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=widened)
     check_merge(tmp_path, {"target_modules": ["o_proj", "kv_b_proj"]}, reference)
 
 
 def test_files_in_fp8_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    deepseek(tmp_path, [64, 128])
+    in_fp8(tmp_path, [64, 128])
     name = "model.layers.0.mlp.up_proj.weight"
     whole = load_file(tmp_path / "model.safetensors")
 
@@ -374,3 +377,30 @@ def test_files_in_fp8_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load(scales=torch.ones(3, 1))
     with pytest.raises(CheckpointError, match=r"is of torch\.int8, expected torch\.float8_e4m3fn, because there is"):
         load(codes=torch.ones(256, 64, dtype=torch.int8))
+
+
+def check_tensor_parallel(path: Path) -> None:
+    widened = FineGrainedFP8Config(dequantize=True)
+    reference: Any = AutoModelForCausalLM.from_pretrained(path, quantization_config=widened)
+    model: Any = load_sharded(LlamaForCausalLM, path, {"tp_size": 2, "fsdp_size": 2})
+    coded = held(model)
+    assert len(coded) == 7
+    for name in coded:
+        assert torch.equal(model.get_parameter(name).full_tensor(), reference.get_parameter(name)), name
+    with pytest.raises(
+        CheckpointError, match=r"down_proj\.weight of shape \(256, 384\): tensor .* dim 1, within blocks"
+    ):
+        load_sharded(LlamaForCausalLM, path.parent / "narrow", {"tp_size": 2, "fsdp_size": 2})
+    plain: Any = load_sharded(
+        LlamaForCausalLM, path.parent / "narrow", {"tp_size": 2, "fsdp_size": 2}, quantization_config=widened
+    )
+    assert not held(plain)
+
+
+@pytest.mark.full
+def test_fp8_beneath_tensor_parallelism_is_cut_between_blocks(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 1}
+    for name, width in (("wide", 512), ("narrow", 384)):
+        shape = LlamaConfig(vocab_size=VOCAB + 1, hidden_size=256, intermediate_size=width, dtype="bfloat16", **heads)
+        in_fp8(tmp_path / name, [128, 128], shape=shape)
+    run_ranks(check_tensor_parallel, 4, tmp_path / "wide")

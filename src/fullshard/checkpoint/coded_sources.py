@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fullshard.checkpoint.chunks import read_transposed
+from fullshard.checkpoint.chunks import read_across, read_transposed
 from fullshard.checkpoint.weight_files import Coded, TensorSource
+from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.forms import CPU_PIECE_NUMEL, FORMS, StoredForm
 from fullshard.core.layout import Interval
@@ -56,3 +57,24 @@ def _read_decoded(coded: Coded, numel: int, interval: Interval, out: torch.Tenso
         wanted = piece.intersect(interval)
         own = values[wanted.start - start : wanted.stop - start]
         out[wanted.start - interval.start : wanted.stop - interval.start].copy_(own)
+
+
+def fill_cut(
+    coded: Coded,
+    shape: tuple[int, ...],
+    chunking: Chunking,
+    rank: int,
+    interval: Interval,
+    out: Mapping[str, torch.Tensor],
+) -> bool:
+    """Read the parts of elements `interval` of a rank's part of a weight. Return False if that is cut within blocks."""
+    pieces = [piece for part in range(chunking.parts) for piece in chunking.pieces(shape, part)]
+    if chunking.dim == len(shape) - 1 and any(bound % coded.form.atom for piece in pieces for bound in piece):
+        return False
+    for part in coded.form.parts:
+        source, items = coded.parts[part.name], (*shape[:-1], shape[-1] // part.elements)
+        if source.shape != items:
+            return False
+        wanted = Interval(part.numel(interval.start), part.numel(interval.stop)).shift(chunking.start(items, rank))
+        read_across(source.read, out[part.name], shape=items, source=UNCUT, target=chunking, wanted=wanted)
+    return True

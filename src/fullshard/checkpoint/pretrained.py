@@ -31,6 +31,7 @@ from fullshard.checkpoint.coded_files import (
     stored_values,
     without_quantisation,
 )
+from fullshard.checkpoint.coded_sources import fill_cut
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.quantities import adapter_modules, conversion_of, quantise_rest
@@ -341,20 +342,24 @@ class PretrainedWeights:
             out[kept.numel :].copy_(added[start : start + interval.numel - kept.numel])
 
     def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Fill `parts` with the codes and scales of the files.
+        """Fill `parts` with the codes and scales of the files. Return False if the files hold another form.
 
-        Return False if the files hold another form or are split in another way.
+        Raises:
+            CheckpointError: tensor parallelism cuts the weight within blocks.
         """
         name = self._name(slot)
         coded = None if name is None else self._sources[name].coded
-        shard = local_shard_of(slot)
-        if coded is None or coded.mark is None or coded.mark != mark_of(slot.parameter):
+        if name is None or coded is None or coded.mark is None or coded.mark != mark_of(slot.parameter):
             return False
-        if shard is not None:
-            interval = interval.shift(shard.start)
-            if not shard.chunking.is_row_by_row or interval.start % form.atom:
-                return False
-        coded.fill(interval, parts)
+        shard = local_shard_of(slot)
+        if shard is None or not shard.is_chunked:
+            coded.fill(interval, parts)
+        elif not fill_cut(coded, self._sources[name].shape, shard.chunking, shard.rank, interval, parts):
+            raise CheckpointError(
+                f"{name} of shape {self._sources[name].shape}: tensor parallelism over {shard.chunking.parts} ranks "
+                f"cuts it along dim {shard.chunking.dim}, within blocks of {form.name}",
+                hint="read the values, with dequantize=True, or leave it out of the tensor-parallel plan",
+            )
         return True
 
     def initialize(self, module: nn.Module) -> bool:
