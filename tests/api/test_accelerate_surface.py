@@ -112,9 +112,9 @@ def test_a_dynamo_plugin_says_how_units_are_compiled() -> None:
     )  # fmt: skip
     assert not compiled(plugin(backend="inductor", disable=True))[0] and not compiled(plugin())[0]
     for wrong, backend, message in (
-        (plugin(backend="eager"), "eager", "both name a compiler"),
+        (plugin(backend="eager"), "eager", "both select a compiler"),
         (plugin(backend="eager", options={"trace": 1}), None, "options = {'trace': 1}"),
-        ("eager", None, "dynamo_plugin is a str"),
+        ("eager", None, "dynamo_plugin has the wrong type str"),
     ):
         with pytest.raises(ConfigError, match=message):
             compiled(wrong, backend)
@@ -323,7 +323,7 @@ def test_a_parallelism_config_is_a_strategy() -> None:
     ("fields", "message"),
     [
         ({"dp_shard_size": 2}, "the job has 1 ranks"),
-        ({"tp_size": 2}, "x tp_size 2, but the job has 1 ranks"),
+        ({"tp_size": 2}, "x tp_size 2 is not the number of ranks: the job has 1 ranks"),
         ({"cp_size": 2}, "cp_size = 2"),
         ({"sp_size": 2}, "sp_size = 2"),
     ],

@@ -77,13 +77,13 @@ def test_a_copy_of_a_prepared_optimizer_steps_on_its_own() -> None:
         ({"mixed_precison": "bf16"}, TypeError, "unexpected keyword argument 'mixed_precison'"),
         ({"mixed_precision": "fp8"}, ConfigError, "fp8 is not supported"),
         ({"gradient_accumulation_steps": 0}, ConfigError, "greater than or equal to 1"),
-        ({"rng_types": ["numpy"]}, ConfigError, "unknown rng_types"),
+        ({"rng_types": ["numpy"]}, ConfigError, "rng_types contains unknown generators"),
         ({"log_with": "dvclive"}, ConfigError, r"'dvclive' is not installed\nhint: pip install 'fullshard\[dvclive\]'"),
         ({"log_with": "tensorbord"}, ConfigError, "Unsupported logging capability: tensorbord"),
         ({"log_with": "tensorboard"}, ConfigError, "requires a `logging_dir`"),
         ({"fsdp_plugin": {"strateg": 1}}, ConfigError, "unknown setting 'strateg'"),
-        ({"fsdp_plugin": SimpleNamespace()}, ConfigError, "fsdp_plugin is a types.SimpleNamespace"),
-        ({"kwargs_handlers": [SimpleNamespace()]}, ConfigError, "kwargs handler SimpleNamespace has no meaning"),
+        ({"fsdp_plugin": SimpleNamespace()}, ConfigError, "unsupported type types.SimpleNamespace"),
+        ({"kwargs_handlers": [SimpleNamespace()]}, ConfigError, "kwargs handler SimpleNamespace is not supported"),
         ({"kwargs_handlers": SimpleNamespace()}, ConfigError, "expected a list of handlers, got SimpleNamespace"),
     ],
 )
@@ -160,7 +160,7 @@ def test_prepare_returns_what_it_was_given_in_order() -> None:
     assert prepared[4] is loss_function
     assert not isinstance(loss_function, FSDPModule)
     assert accelerator.prepare(model) is model
-    with pytest.raises(ConfigError, match="device_placement has 1 entries for 2 objects"):
+    with pytest.raises(ConfigError, match="device_placement has 1 entries, but there are 2 objects"):
         accelerator.prepare(model, optimizer, device_placement=[True])
     assert accelerator.free_memory(model, optimizer) == [None, None]
 
@@ -277,7 +277,7 @@ def test_a_closure_is_called_in_the_step_that_ends_an_accumulation() -> None:
 def test_fp16_with_two_optimizers_is_refused() -> None:
     accelerator = Accelerator(mixed_precision="fp16")
     accelerator.prepare(*model_and_optimizer())
-    with pytest.raises(ConfigError, match="several optimizers"):
+    with pytest.raises(ConfigError, match="supports only one optimizer"):
         accelerator.prepare(*model_and_optimizer())
 
 
@@ -288,7 +288,7 @@ def test_wrappers_that_replicate_are_taken_off() -> None:
 
 
 def test_a_model_that_was_compiled_as_a_whole_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compiled as a whole"):
+    with pytest.raises(ConfigError, match="was compiled before sharding"):
         Accelerator().prepare(torch.compile(model_and_optimizer()[0]))
 
 
@@ -296,7 +296,7 @@ def test_recomputing_a_model_that_is_one_unit_is_refused() -> None:
     with pytest.raises(ConfigError, match="makes the model a single unit"):
         FullyShardedDataParallelPlugin(auto_wrap_policy="NO_WRAP", activation_checkpointing=True)
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda module: False, activation_checkpointing=True)
-    with pytest.warns(UserWarning, match="only the root"), pytest.raises(ConfigError, match="is one unit"):
+    with pytest.warns(UserWarning, match="only the root"), pytest.raises(ConfigError, match="is a single unit"):
         Accelerator(fsdp_plugin=plugin).prepare(model_and_optimizer()[0])
 
 
@@ -331,14 +331,12 @@ def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
         accelerator.save_state()
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         accelerator.load_state(tmp_path / "state")
-    with pytest.raises(ConfigError, match=r"cannot checkpoint int \(Item at index 1\): no"):
+    with pytest.raises(ConfigError, match=r"cannot checkpoint int \(Item at index 1\): the object must have"):
         accelerator.register_for_checkpointing(nn.Linear(1, 1), 3)
     with pytest.raises(ConfigError, match="cannot checkpoint SimpleNamespace"):
         accelerator.register_for_checkpointing(SimpleNamespace(state_dict=dict))
     accelerator.project_configuration.save_on_each_node = True
-    with pytest.raises(
-        ConfigError, match="save_on_each_node is not supported: a checkpoint lies in storage that all hosts share"
-    ):
+    with pytest.raises(ConfigError, match="save_on_each_node is not supported: checkpoints must be in storage"):
         accelerator.save_state(tmp_path / "state")
 
 
@@ -349,7 +347,7 @@ def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / name)
     other = Accelerator()
     other.prepare(*model_and_optimizer(), *model_and_optimizer())
-    with pytest.raises(CheckpointError, match="holds 1 models with optimizers, 2 are prepared"):
+    with pytest.raises(CheckpointError, match="holds 1 models with optimizers, but 2 are prepared"):
         other.load_state(tmp_path / "state")
 
 
@@ -474,7 +472,7 @@ def test_accelerate_takes_a_config_and_refuses_fp16() -> None:
     assert isinstance(sharded, FSDPModule)
     assert same is optimizer
     assert loader is None
-    with pytest.raises(ConfigError, match="fp16 scales the loss"):
+    with pytest.raises(ConfigError, match="fp16 needs loss scaling"):
         fullshard.accelerate(model_and_optimizer()[0], mixed_precision="fp16")
     with pytest.raises(ConfigError, match="model: expected a module, got SGD"):
         fullshard.accelerate(cast(Any, model_and_optimizer()[1]))

@@ -117,7 +117,7 @@ def _metrics(marker: Path) -> dict[str, Any]:
     except CommunicationError as error:
         results["mismatch"] = str(error)
     for wrong in ({"text": "abc"}, "abc", None):
-        with pytest.raises(TypeError, match="on 2 ranks takes tensors in any nesting, or a list with an object for"):
+        with pytest.raises(TypeError, match="on 2 ranks expected nested tensors or a list with one object per"):
             accelerator.gather_for_metrics(wrong)
     if rank == 1:
         accelerator.set_trigger()

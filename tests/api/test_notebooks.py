@@ -52,7 +52,7 @@ def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         notebook_launcher(print, num_processes=2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="is a rank of a job already"):
+    with pytest.raises(ConfigError, match="is already a rank of a job"):
         notebook_launcher(print, num_processes=2)
 
 

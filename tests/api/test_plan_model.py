@@ -55,7 +55,7 @@ def test_a_model_is_planned_like_its_configuration() -> None:
 @pytest.mark.parametrize(
     ("model", "devices", "what"),
     [
-        ("Llama-2-7B", "8xH100", r"expected a model, got 'Llama-2-7B'\nhint: by name: fullshard plan --model"),
+        ("Llama-2-7B", "8xH100", r"expected a model, got 'Llama-2-7B'\nhint: for a name, use fullshard plan --model"),
         (torch.nn.ReLU(), "8xH100", "expected a model, got one without parameters"),
         (torch.nn.Linear(2, 2), 8, r"does not name a kind of device\nhint: use the form 8xH100"),
     ],
@@ -76,7 +76,7 @@ def test_a_model_shows_what_is_trained() -> None:
     # Frozen in bfloat16, trained in float32.
     assert rest["sharded parameters"] == pytest.approx(2 * (plan.parameters - plan.trainable) / 2, rel=0.01)
     assert rest["main weights"] == pytest.approx(4 * plan.trainable / 2, rel=0.01)
-    with pytest.raises(ConfigError, match="method: the model decides this"):
+    with pytest.raises(ConfigError, match="the settings method cannot be passed"):
         fullshard.plan(model, "2xA100", method="lora")
 
 

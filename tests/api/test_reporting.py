@@ -144,7 +144,7 @@ def test_values_that_no_tracker_takes_are_not_dropped_without_a_word(tmp_path: P
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
     with pytest.warns(UserWarning, match="log: tensorboard has not been started: call init_trackers first"):
         accelerator.log({"loss": 1.0})
-    with pytest.raises(ConfigError, match=r"no tracker is called 'tensorbord'\nhint: did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"there is no tracker named 'tensorbord'\nhint: did you mean 'tensorboard'"):
         accelerator.init_trackers("run", init_kwargs={"tensorbord": {"flush_secs": 1}})
     accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "others"}})  # for another time
     assert len(accelerator.trackers) == 1
@@ -237,7 +237,7 @@ def test_a_schedule_that_has_recorded_nothing_costs_no_run(tmp_path: Path) -> No
         ({"activities": ["gpu"]}, "Invalid profiler activity: gpu"),
         ({"schedule_option": {"wait": 1, "warmup": 1, "activ": 1}}, "schedule_option = .*'activ'"),
         ({"schedule_option": {"wait": -1, "warmup": 1, "active": 1}}, "wait=-1"),
-        ({"output_trace_dir": __file__}, "output_trace_dir: cannot make"),
+        ({"output_trace_dir": __file__}, "output_trace_dir: the directory .* cannot be created"),
     ],
 )
 def test_a_profile_that_cannot_be_is_refused_before_it_begins(wrong: dict[str, Any], what: str) -> None:

@@ -186,7 +186,7 @@ def test_what_needs_a_directory_of_this_host_says_so() -> None:
     with pytest.raises(ConfigError, match="memory://b/x' is a URL, but only paths on this host"):
         export_hf("memory://b/x", model=model)
     accelerator.register_save_state_pre_hook(lambda *_: None)
-    with pytest.raises(ConfigError, match="a hook of register_save_state_pre_hook writes into a directory"):
+    with pytest.raises(ConfigError, match="a hook of register_save_state_pre_hook writes to a local directory"):
         accelerator.save_state("memory://b/x")
     accelerator = fullshard.Accelerator(
         fsdp_plugin=fullshard.FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")

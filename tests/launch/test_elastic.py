@@ -320,7 +320,7 @@ def test_what_cannot_be_shared_is_an_error_before_the_start(monkeypatch: pytest.
     assert fullshard.Accelerator(gradient_accumulation_steps=3).gradient_accumulation_steps == 6
     monkeypatch.setenv("FULLSHARD_ELASTIC", "1:3")
     assert fullshard.Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 6
-    with pytest.raises(ConfigError, match=r"= 1 on 3 ranks is a batch of 3 micro-batches, which 2 ranks cannot"):
+    with pytest.raises(ConfigError, match=r"= 1 on 3 ranks makes a batch of 3 micro-batches, which cannot"):
         fullshard.Accelerator()
     values = {"batch_size": 2, "output_dir": tmp_path / "out"}
     with pytest.raises(ConfigError, match="--batch-size 2 on up to 3 ranks: some would have nothing to do"):

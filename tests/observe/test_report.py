@@ -131,7 +131,9 @@ def test_a_run_of_trainer(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no run: neither metrics.jsonl(.|\n)*hint: name the --output-dir"):
+    with pytest.raises(
+        DataError, match=r"does not contain a run: there is no metrics.jsonl(.|\n)*hint: pass the --output-dir"
+    ):
         write_report([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
@@ -165,7 +167,7 @@ def test_a_file_that_was_cut_off_is_named_with_its_line(tmp_path: Path) -> None:
     for line in (metrics[2][:30], '{"epoch": 1}', "[1]", "\udce9"):
         text = "\n".join([*metrics[:2], line, *metrics[3:]]) + "\n"
         (run / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
-        with pytest.raises(DataError, match=r"metrics\.jsonl:3: expected a step as"):
+        with pytest.raises(DataError, match=r"metrics\.jsonl:3: expected a step that"):
             read_runs([run])
 
 
@@ -293,7 +295,7 @@ def test_links_are_neither_followed_nor_overwritten(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
     assert (others / "metrics.jsonl").read_text() == lines(STEP) and not (run / "report.html").is_symlink()
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(DataError, match="holds no run"):  # but in a folder that is not its own
+    with pytest.raises(DataError, match="does not contain a run"):  # but in a folder that is not its own
         read_runs([run])
     assert {path.name for path in run.iterdir()} == {"checkpoints", "checkpoint-9", "report.html"}
 

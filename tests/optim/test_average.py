@@ -430,7 +430,7 @@ def test_train(inputs: Path, tmp_path: Path) -> None:
     for name, value in whole.items():
         torch.testing.assert_close(resumed[name], value, **CLOSE)
     refused = fullshard_command(*words, "--output-dir", tmp_path, "--nproc", 1, "--check-plan")
-    assert "--check-plan with --ema-decay" in refused.stdout + refused.stderr
+    assert "--check-plan cannot be used with --ema-decay" in refused.stdout + refused.stderr
 
 
 # -- refused ------------------------------------------------------------------------------------------------------

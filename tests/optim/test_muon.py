@@ -560,7 +560,7 @@ def test_values_that_cannot_be(arguments: dict[str, Any], error: type[Exception]
 
 def test_vectors_are_refused_where_they_are_not_asked_for() -> None:
     model = model_of()
-    with pytest.raises(OptimizerError, match=r"of shape \(24,\).*is no matrix.*\n.*Muon\(model\)"):
+    with pytest.raises(OptimizerError, match=r"of shape \(24,\).*is not a matrix.*\n.*Muon\(model\)"):
         Muon(model.parameters())
     with pytest.raises(ConfigError, match="algorithm is 'sgd'"):
         Muon([{"params": [model.conv.weight], "algorithm": "sgd"}])

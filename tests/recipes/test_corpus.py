@@ -94,7 +94,7 @@ def test_jsonl_faults_name_the_file_and_where_they_can_the_row(tmp_path: Path, l
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no file that ends in one of"):
+    with pytest.raises(DataError, match="contains no file with one of these suffixes"):
         corpus_files(str(tmp_path))
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt cannot be read as UTF-8 text: .* position 3"):

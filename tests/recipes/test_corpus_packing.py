@@ -34,7 +34,7 @@ def test_tokens_hold_documents_with_ends_between(tmp_path: Path) -> None:
 
 
 def test_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="contains no text"):
         tokenise(tmp_path / "tokens.bin", ["", ""], _Letters())
 
 

@@ -270,8 +270,8 @@ def test_bad_data_ends_the_job_with_one_message(inputs: Path, tmp_path: Path) ->
     done = _train(inputs, tmp_path / "out", "--data", str(path))
     assert done.returncode == 2
     assert done.stderr == (
-        f"DataError: {path}, row 2: expected text in 'text', got NoneType (there are: 'text', 'body')\n"
-        "hint: name the field or column with --text-field; blank lines do not count as rows\n"
+        f"DataError: {path}, row 2: expected text in 'text', got NoneType (available: 'text', 'body')\n"
+        "hint: select the field or column with --text-field; blank lines do not count as rows\n"
     )
 
 

@@ -355,8 +355,8 @@ def test_export_loads_at_any_settings(run: Runner, tmp_path: Path) -> None:
     ("changes", "kind", "message"),
     [
         ({"data": "./nowhere"}, ConfigError, r"--data: no file or directory './nowhere'"),
-        ({"batch_size": 100_000}, DataError, r"fewer than one batch of 100000\nhint: use more data"),
-        ({"held_out": 0.0001}, DataError, r"less than one sequence of 16 to evaluate on"),
+        ({"batch_size": 100_000}, DataError, r"less than one batch of 100000\nhint: use more data"),
+        ({"held_out": 0.0001}, DataError, r"at least one sequence of 16"),
         ({"seq_len": 65}, ConfigError, r"--seq-len 65 is more than the 64 positions"),
         ({"model": "./nowhere/config.json"}, ConfigError, r"--model: no file or directory './nowhere/config.json'"),
         ({"model": "{inputs}/data.txt"}, ConfigError, r"cannot read the configuration of a model"),

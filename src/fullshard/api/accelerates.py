@@ -51,13 +51,16 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
     if plugin is None:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):
-        raise ConfigError(f"dynamo_plugin is a {type(plugin).__name__}", hint="use accelerate.utils.TorchDynamoPlugin")
+        raise ConfigError(
+            f"dynamo_plugin has the wrong type {type(plugin).__name__}",
+            hint="use accelerate.utils.TorchDynamoPlugin",
+        )
     if backend is not None:
-        raise ConfigError("dynamo_plugin and dynamo_backend both name a compiler", hint="leave one of them out")
+        raise ConfigError("dynamo_plugin and dynamo_backend both select a compiler", hint="remove one of them")
     if plugin.options:
         raise ConfigError(
-            f"dynamo_plugin: options = {plugin.options!r} for the compiler are not supported",
-            hint="set them in torch._inductor.config before you make the Accelerator",
+            f"dynamo_plugin: compiler options are not supported, got options = {plugin.options!r}",
+            hint="set them in torch._inductor.config before you create the Accelerator",
         )
     name = "no" if plugin.disable else plugin.backend.value.lower()
     if name == "no" and not plugin.disable:
@@ -77,12 +80,15 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     if config is None:
         return reading
     if not isinstance(config, ParallelismConfig):
-        raise ConfigError(f"parallelism_config is a {type(config).__name__}", hint="use fullshard.ParallelismConfig")
+        raise ConfigError(
+            f"parallelism_config has the wrong type {type(config).__name__}",
+            hint="use fullshard.ParallelismConfig",
+        )
     for name in ("cp_size", "sp_size"):
         if (getattr(config, name, None) or 1) > 1:
             raise ConfigError(
-                f"parallelism_config has {name} = {getattr(config, name)}",
-                hint="only dp_replicate_size, dp_shard_size and tp_size are supported",
+                f"parallelism_config: {name} = {getattr(config, name)} is not supported",
+                hint="use only dp_replicate_size, dp_shard_size and tp_size",
             )
     replicas, shards, tiles = config.dp_replicate_size or 1, config.dp_shard_size or 1, tensor_parallel_size(config)
     ranks = read_rank_environment().world_size
@@ -91,8 +97,8 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     if replicas * shards * tiles != ranks:
         beneath = f" x tp_size {tiles}" if tiles > 1 else ""
         raise ConfigError(
-            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}{beneath}, but the job has "
-            f"{ranks} ranks"
+            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}{beneath} is not the "
+            f"number of ranks: the job has {ranks} ranks",
         )
     if replicas == 1:
         return reading

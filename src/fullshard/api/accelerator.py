@@ -241,7 +241,7 @@ class Accelerator(Loaders, Reporting):
         """
         placement = device_placement or [self.device_placement] * len(objects)
         if len(placement) != len(objects):
-            raise ConfigError(f"device_placement has {len(placement)} entries for {len(objects)} objects")
+            raise ConfigError(f"device_placement has {len(placement)} entries, but there are {len(objects)} objects")
         self.state.check_current()
         prepared = list(objects)
         # Models first: an optimizer is re-pointed to the sharded ones. Then optimizers, on which schedulers depend.
@@ -272,15 +272,15 @@ class Accelerator(Loaders, Reporting):
             evaluation_mode: whether the model is used only for inference. The model is sharded in either case.
         """
         if device_placement is False:
-            raise ConfigError("device_placement=False: a sharded model lives on the rank's device")
+            raise ConfigError("device_placement=False is not supported: a sharded model must be on the device")
         if torch_private.inside_compiled(model) is not model:
             raise ConfigError(
-                "the model was compiled as a whole, and sharding it would put communication inside the graph",
-                hint="pass the plain model; Accelerator(dynamo_backend='inductor') compiles each unit",
+                "the model was compiled before sharding, which would put communication into the compiled graph",
+                hint="pass the plain model, and use Accelerator(dynamo_backend='inductor') to compile each unit",
             )
         device_map: Any = getattr(model, "hf_device_map", None)
         if device_map and len(set(device_map.values())) > 1:
-            raise ConfigError("the model is spread over devices (device_map)", hint="load it without device_map")
+            raise ConfigError("the model is on several devices (device_map)", hint="load it without device_map")
         if not is_sharded(model):
             self._take_changes()
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
@@ -309,7 +309,7 @@ class Accelerator(Loaders, Reporting):
             return optimizer
         if self.scaler is not None and self._optimizers:
             raise ConfigError(
-                "fp16 with several optimizers: the first one's step changes the scale of the others' gradients",
+                "fp16 supports only one optimizer, because its step changes the scale of all gradients",
                 hint="use bf16, which needs no loss scale",
             )
         repoint(optimizer)
@@ -401,7 +401,7 @@ class Accelerator(Loaders, Reporting):
         chosen = self._optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
             if not isinstance(one, AcceleratedOptimizer):
-                raise OptimizerError(f"{type(one).__name__} was not prepared", hint="pass what prepare() returned")
+                raise OptimizerError(f"{type(one).__name__} was not prepared", hint="pass the one from prepare()")
             one.unscale()
 
     def clip_grad_norm_(
@@ -499,9 +499,9 @@ class Accelerator(Loaders, Reporting):
         mode = config.precision.mode
         if (mode == "fp16") != (self.scaler is not None):
             raise ConfigError(
-                f"mixed_precision_policy: {mode} conflicts with mixed_precision = {self.mixed_precision}, which the "
-                "Accelerator was made with: fp16 needs a scaled loss, which is decided then",
-                hint=f"Accelerator(mixed_precision={mode!r})",
+                f"mixed_precision_policy: {mode} conflicts with the Accelerator's mixed_precision = "
+                f"{self.mixed_precision}: fp16 needs a loss scaler, which is set up when the Accelerator is created",
+                hint=f"use Accelerator(mixed_precision={mode!r})",
             )
         _check_precision(mode, self.device)
         self._config = config
@@ -530,9 +530,9 @@ class Accelerator(Loaders, Reporting):
         """Raise an error if backward consumes gradients, because clipping needs the norm of all of them."""
         if self.steps_in_backward:
             raise ConfigError(
-                f"{what}: training.step_in_backward uses each gradient up within backward, before the norm of all of "
-                "them is known",
-                hint=f"{where}, or leave step_in_backward out of the configuration",
+                f"{what}: training.step_in_backward frees each gradient within backward, before the norm of all "
+                "gradients is known",
+                hint=f"{where}, or remove step_in_backward from the configuration",
             )
 
     @property
@@ -547,8 +547,8 @@ class Accelerator(Loaders, Reporting):
 def _check_precision(mode: str, device: torch.device) -> None:
     if mode == "bf16" and device.type == "cuda" and not cuda.computes_bfloat16(device):
         raise ConfigError(
-            f"mixed_precision = bf16 on {name_of(device)}, which has no bfloat16 arithmetic",
-            hint="use fp16, or no",
+            f"mixed_precision = bf16 is not supported on {name_of(device)}, which has no bfloat16 arithmetic",
+            hint="use fp16 or no",
         )
 
 
@@ -556,7 +556,8 @@ def _check_rng_types(rng_types: list[Any] | None) -> set[str]:
     names = {str(getattr(kind, "value", kind)) for kind in rng_types or ()}
     if names - _RNG_TYPES:
         raise ConfigError(
-            f"unknown rng_types {sorted(names - _RNG_TYPES)}", hint=f"use {', '.join(sorted(_RNG_TYPES))}"
+            f"rng_types contains unknown generators: {sorted(names - _RNG_TYPES)}",
+            hint=f"use {', '.join(sorted(_RNG_TYPES))}",
         )
     return names
 

@@ -40,7 +40,7 @@ def calibrate(path: Path) -> Device:
         code = launch_local("fullshard.api.calibration", [str(measured)], nproc=nproc)
         if code:
             raise CommunicationError(
-                f"calibration failed: its processes ended with code {code}",
+                f"calibration failed: its processes ended with exit code {code}",
                 hint="see their output above",
             )
         found = read_calibration(measured)
@@ -124,7 +124,7 @@ def _device_memory(device: torch.device, per_host: int) -> int:
         return cuda.memory_nbytes(device)
     nbytes = usable_memory_nbytes()
     if nbytes is None:
-        raise ConfigError("calibration: this system does not report how much memory it has")
+        raise ConfigError("calibration failed: this system does not report how much memory it has")
     return nbytes // per_host
 
 

@@ -69,7 +69,9 @@ class Checkpointing(Facts):
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
         ]
         if wrong:
-            raise ConfigError(f"cannot checkpoint {', '.join(wrong)}: no state_dict() and load_state_dict()")
+            raise ConfigError(
+                f"cannot checkpoint {', '.join(wrong)}: the object must have state_dict() and load_state_dict()"
+            )
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -122,13 +124,13 @@ class Checkpointing(Facts):
             warnings.warn(what, stacklevel=2)
         config = self.project_configuration
         if config.save_on_each_node:
-            raise ConfigError("save_on_each_node is not supported: a checkpoint lies in storage that all hosts share")
+            raise ConfigError("save_on_each_node is not supported: checkpoints must be in storage that all hosts share")
         is_async = getattr(config, "async_save", False) or self._config.checkpoint.async_save
         awaited = not is_async if wait is None else wait
         if self._save_hooks and not awaited:
             raise ConfigError(
                 "a hook of register_save_state_pre_hook needs the complete checkpoint, but async_save writes it later",
-                hint="save_state(wait=True), or leave async_save out",
+                hint="use save_state(wait=True), or remove async_save",
             )
         if awaited:
             self._saver.wait()  # for an earlier save that was not
@@ -136,8 +138,8 @@ class Checkpointing(Facts):
         path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
         if self._save_hooks and isinstance(path, ObjectPath):
             raise ConfigError(
-                f"a hook of register_save_state_pre_hook writes into a directory of this host, but {path} is not one",
-                hint="save to a directory and copy it, or remove the hook",
+                f"a hook of register_save_state_pre_hook writes to a local directory, but {path} is not one",
+                hint="save to a local directory and copy it, or remove the hook",
             )
         saving.save(
             path,
@@ -176,17 +178,14 @@ class Checkpointing(Facts):
         """
         if not strict:
             raise ConfigError(
-                "load_state(strict=False) is not supported: weights that the checkpoint lacks would silently keep "
+                "load_state(strict=False) is not supported: weights missing from the checkpoint would silently keep "
                 "their values",
-                hint=(
-                    "build the model as it was when it was saved; to load weights into a different model use "
-                    "from_pretrained"
-                ),
+                hint="build the same model that was saved; to load weights into a different model, use from_pretrained",
             )
         if load_kwargs:
             raise ConfigError(
-                f"load_state(load_kwargs={load_kwargs}) has no effect: nothing is unpickled",
-                hint="leave load_kwargs out",
+                f"load_state(load_kwargs={load_kwargs}) is not supported, because nothing is unpickled",
+                hint="remove load_kwargs",
             )
         config = self.project_configuration
         self._saver.wait()
@@ -280,7 +279,10 @@ class Checkpointing(Facts):
 
     def _training_state(self) -> saving.TrainingState:
         if not (self._models or self._dataloaders or self._custom_objects):
-            raise LifecycleError("nothing to save or load", hint="call prepare(model, ...) first")
+            raise LifecycleError(
+                "there is nothing to save or load, because nothing was prepared",
+                hint="call prepare(model, ...) first",
+            )
         return saving.TrainingState(
             models=self._models,
             optimizers=[optimizer.optimizer for optimizer in self._optimizers],

@@ -79,7 +79,7 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
 def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
     """Combine the tensors elementwise over all ranks, and multiply the result by `scale`."""
     if reduction not in ("sum", "mean", "max", "none"):
-        raise ConfigError(f"unknown reduction {reduction!r}", hint="use sum, mean, max or none")
+        raise ConfigError(f"the reduction {reduction!r} is unknown", hint="use sum, mean, max or none")
     if world_size() > 1:
         _check_agreement(data)
     return recursively_apply(lambda t: _reduce_tensor(t, reduction, scale), data, error_on_other_type=True)
@@ -91,9 +91,9 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):
         raise CommunicationError(
-            f"a collective on a {type(tensor).__name__} {tuple(tensor.shape)} placed as {tensor.placements}: a rank's "
-            "part of it means nothing alone",
-            hint="leave the collective out: .full_tensor() gives the whole tensor on every rank",
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} with placements {tensor.placements} cannot be "
+            "passed to a collective: each rank holds only a part of it",
+            hint="use .full_tensor() instead, which returns the full tensor on every rank",
         )
     return tensor.to_local()
 

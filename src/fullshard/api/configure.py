@@ -51,6 +51,6 @@ def _reading(plugin: Any) -> Reading:
         names = [name for name in ShardingConfig.model_fields if name in config.model_fields_set]
         return Reading(settings=[Setting(f"sharding.{name}", getattr(config, name), origin, name) for name in names])
     raise ConfigError(
-        f"fsdp_plugin is a {type(plugin).__module__}.{type(plugin).__name__}",
+        f"fsdp_plugin has the unsupported type {type(plugin).__module__}.{type(plugin).__name__}",
         hint="use fullshard.FullyShardedDataParallelPlugin, which has the same fields",
     )

@@ -223,7 +223,7 @@ class ShardedDataLoader(DataLoader[Any]):
             DataError: the position does not have the keys of this kind of loader.
         """
         if set(state) != {"seed", "epoch", "consumed"}:
-            raise DataError(f"not the position of a data loader: keys {sorted(state)}, expected seed, epoch, consumed")
+            raise DataError(f"the state has the keys {sorted(state)}, but a data loader needs seed, epoch and consumed")
         self._seed = state["seed"]
         self._place.move_to(state["epoch"], state["consumed"])
 
@@ -335,11 +335,11 @@ def _refuse_sharded(loader: DataLoader[Any], world_size: int) -> None:
         return
     if isinstance(sampler_of(loader), DistributedSampler):
         raise DataError(
-            "the data loader has a DistributedSampler, so it divides the data over the ranks already",
-            hint="pass the loader without it (shuffle=True instead); prepare() divides the data",
+            "the data loader has a DistributedSampler, so it already divides the data over the ranks",
+            hint="pass a loader without it (use shuffle=True instead); prepare() divides the data",
         )
     if getattr(loader.dataset, "_distributed", None) is not None:
         raise DataError(
-            "the dataset was divided with split_dataset_by_node, and would be divided a second time",
-            hint="pass the whole dataset; prepare() divides the data",
+            "the dataset was already divided with split_dataset_by_node, and prepare() would divide it again",
+            hint="pass the complete dataset; prepare() divides the data",
         )

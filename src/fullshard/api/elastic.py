@@ -16,8 +16,8 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
     for ranks in range(least, most + 1, environment.local_world_size):
         if steps * most % ranks:
             raise ConfigError(
-                f"gradient_accumulation_steps = {steps} on {most} ranks is a batch of {steps * most} micro-batches, "
-                f"which {ranks} ranks cannot share",
+                f"gradient_accumulation_steps = {steps} on {most} ranks makes a batch of {steps * most} "
+                f"micro-batches, which cannot be divided evenly among {ranks} ranks",
                 hint=f"use a multiple of {_step(least, most, environment.local_world_size)}, or other numbers of hosts",
             )
     return steps * most // environment.world_size

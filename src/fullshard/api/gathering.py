@@ -56,8 +56,8 @@ class Gathering(Processes):
         if use_gather_object or not _all_tensors(input_data):
             if isinstance(input_data, Mapping | str | bytes) or not isinstance(input_data, Iterable):
                 raise TypeError(
-                    f"gather_for_metrics on {self.num_processes} ranks takes tensors in any nesting, or a list with an "
-                    f"object for each sample, and this is a {type(input_data).__name__} (hint: put it into a list)"
+                    f"gather_for_metrics on {self.num_processes} ranks expected nested tensors or a list with one "
+                    f"object per sample, got a {type(input_data).__name__} (hint: put it into a list)",
                 )
             said = collectives.all_gather_object((input_data, order))
             check_orders(order for _, order in said)

@@ -49,8 +49,8 @@ class Loaders(Checkpointing):
         """
         if slice_fn_for_dispatch is not None:
             raise ConfigError(
-                "slice_fn_for_dispatch is not supported: no batch is cut into slices",
-                hint="leave it out: rank 0 collates a batch for each rank",
+                "slice_fn_for_dispatch is not supported, because batches are never sliced",
+                hint="remove it: rank 0 collates a separate batch for each rank",
             )
         if isinstance(data_loader, ShardedDataLoader):
             self._remember(data_loader, self._dataloaders)

@@ -58,13 +58,13 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 def _check_can_fork(name: str) -> None:
     if cuda.was_used():
         raise ConfigError(
-            f"{name}: this notebook has used CUDA, which processes forked from it cannot use any more",
-            hint="restart it, and touch the device only inside the function",
+            f"{name}: this notebook has used CUDA, which does not work in processes forked after that",
+            hint="restart it, and use the device only inside the function",
         )
     if dist.is_initialized():
         raise ConfigError(
-            f"{name}: this notebook is a rank of a job already (an Accelerator or init_process_group)",
-            hint="restart it, and make the Accelerator only inside the function",
+            f"{name}: this notebook is already a rank of a job (through an Accelerator or init_process_group)",
+            hint="restart it, and create the Accelerator only inside the function",
         )
 
 

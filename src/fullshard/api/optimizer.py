@@ -34,11 +34,11 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
     if not foreign or (ranks == 1 and len(foreign) < trained):
         return
     raise OptimizerError(
-        f"{type(optimizer).__name__}: {foreign[0]}, belongs to no prepared model, as {len(foreign)} of its {trained} "
-        "trainable parameters",
-        hint="make the optimizer from the parameters of the prepared model"
+        f"{len(foreign)} of the {trained} trainable parameters of {type(optimizer).__name__} belong to no prepared "
+        f"model, for example {foreign[0]}",
+        hint="create the optimizer from the parameters of the prepared model"
         if len(foreign) == trained
-        else "prepare the module that has it, too (a loss with weights of its own, say)",
+        else "also prepare the module that owns it (for example, a loss with weights)",
     )
 
 
@@ -47,14 +47,14 @@ def refuse_stand_in(value: Any) -> None:
     name = type(value).__name__
     if isinstance(value, DummyOptim | DummyScheduler):
         raise OptimizerError(
-            f"accelerate.utils.{name} stands for what DeepSpeed makes from its configuration file, but DeepSpeed is "
-            "not used here",
-            hint="make a torch.optim.AdamW and its scheduler",
+            f"accelerate.utils.{name} is a placeholder for an object that DeepSpeed creates from its configuration "
+            "file, but fullshard does not use DeepSpeed",
+            hint="use a torch.optim.AdamW and its scheduler",
         )
     if not isinstance(value, Optimizer | nn.Module) and callable(getattr(value, "zero_grad", None)):
         raise OptimizerError(
-            f"{type(value).__module__}.{name} is not a torch.optim.Optimizer: it would keep the parameters as they "
-            "were before sharding",
+            f"{type(value).__module__}.{name} is not a torch.optim.Optimizer, so it would still hold the unsharded "
+            "parameters",
             hint="pass the torch optimizer that it wraps",
         )
 
@@ -126,8 +126,9 @@ class AcceleratedOptimizer(Optimizer):
     def _clip(self, limit: float, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
             raise ConfigError(
-                "gradient_clipping with a closure: the gradients would be computed after they were clipped",
-                hint="leave gradient_clipping out, and clip in the closure",
+                "gradient_clipping does not support a closure, which would compute the gradients after they were "
+                "clipped",
+                hint="remove gradient_clipping, and clip in the closure",
             )
         self.unscale()
         clip_grad_norm_((p for group in self.optimizer.param_groups for p in group["params"]), limit)

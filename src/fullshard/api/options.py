@@ -51,11 +51,11 @@ def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
     named = [(type(handler).__name__, handler) for handler in handlers or ()]
     given = dict(named)
     if len(given) != len(named):
-        raise ConfigError(f"kwargs_handlers has two of one kind: {', '.join(name for name, _ in named)}")
+        raise ConfigError(f"kwargs_handlers has two handlers of the same kind: {', '.join(name for name, _ in named)}")
     for name in given.keys() - set(_HANDLED):
         raise ConfigError(
-            f"kwargs handler {name} has no meaning here",
-            hint=HANDLERS.get(name, "GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used"),
+            f"the kwargs handler {name} is not supported",
+            hint=HANDLERS.get(name, "use GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs"),
         )
     if (ddp := given.get("DistributedDataParallelKwargs")) is not None:
         _check_no_hook(ddp)
@@ -68,12 +68,15 @@ def _check_process_group(handler: Any) -> None:
     if handler.init_method not in (None, "env://"):
         raise ConfigError(
             f"InitProcessGroupKwargs.init_method = {handler.init_method!r} is not supported",
-            hint="ranks meet where the launcher's variables say; or make the process group before the Accelerator",
+            hint="leave it unset to use the launcher's variables, or create the process group before the Accelerator",
         )
     if handler.backend not in (None, "nccl", "gloo", "cpu:gloo,cuda:nccl"):
         raise ConfigError(
             f"InitProcessGroupKwargs.backend = {handler.backend!r} is not supported",
-            hint="CUDA gets nccl and a CPU gloo; or make the process group before the Accelerator",
+            hint=(
+                "leave it unset to use nccl on CUDA and gloo on a CPU, or create the process group before the "
+                "Accelerator"
+            ),
         )
 
 
@@ -81,6 +84,6 @@ def _check_no_hook(handler: Any) -> None:
     hooks = [getattr(handler, name, None) for name in ("comm_hook", "comm_wrapper")]
     if any(str(getattr(hook, "value", hook)) not in ("None", "no") for hook in hooks):
         raise ConfigError(
-            "DistributedDataParallelKwargs.comm_hook: gradients are not reduced by DDP",
-            hint="precision.reduce_as = bfloat16 in the launcher's configuration rounds what is sent",
+            "DistributedDataParallelKwargs.comm_hook is not supported, because DDP does not reduce the gradients",
+            hint="set precision.reduce_as = bfloat16 in the launcher's configuration to send rounded gradients",
         )

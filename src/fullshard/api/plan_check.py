@@ -114,7 +114,7 @@ class PlanCheck:
             LifecycleError: the step has not ended.
         """
         if self.found is None:
-            raise LifecycleError(f"step {AT_STEP} is not over yet ({self.steps} steps so far)")
+            raise LifecycleError(f"step {AT_STEP} has not ended yet: {self.steps} steps are done")
         return self.found
 
     def _receive(self, event: Event) -> None:

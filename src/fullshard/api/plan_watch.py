@@ -23,7 +23,7 @@ def watch_plan(accelerator: Accelerator) -> Listener | None:
     if not config.training.check_plan:
         return None
     if accelerator._tensor_parallel_size > 1:
-        raise ConfigError("check_plan does not compare tensor parallelism", hint="leave it out")
+        raise ConfigError("check_plan does not support tensor parallelism", hint="remove check_plan")
     from fullshard.api.plan_check import PlanWatch  # the planner is not imported where nothing is planned
     from fullshard.plan.job import Job
 

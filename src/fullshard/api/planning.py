@@ -95,12 +95,12 @@ def plan_model(
     """
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         what = "one without parameters" if isinstance(model, nn.Module) else repr(model)
-        raise ConfigError(f"plan: expected a model, got {what}", hint="by name: fullshard plan --model NAME")
+        raise ConfigError(f"plan: expected a model, got {what}", hint="for a name, use fullshard plan --model")
     decided = sorted(name for name in settings if name == "method" or name.startswith(("lora_", "base_")))
     if decided:
         raise ConfigError(
-            f"{', '.join(decided)}: the model decides this",
-            hint="leave it out, or plan from a config.json",
+            f"the settings {', '.join(decided)} cannot be passed, because the model determines them",
+            hint="remove them, or plan from a config.json",
         )
     shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
     job = Job.of({"base_dtype": _base_dtype(shape), **settings})
@@ -141,12 +141,12 @@ def planned_device(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
     if device.type != "cuda":
-        raise ConfigError(f"the planner has no numbers for a device of type {device.type}")
+        raise ConfigError(f"the planner has no figures for devices of type {device.type}")
     name, nbytes = name_of(device), cuda.memory_nbytes(device)
     row = find_device(name)
     if abs(row.memory / nbytes - 1) >= _SAME_MEMORY:
         raise ConfigError(
-            f"{name} has {format_nbytes(nbytes)}, but the planner assumes {format_nbytes(row.memory)} for {row.name}"
+            f"{name} has {format_nbytes(nbytes)}, but the planner assumes {format_nbytes(row.memory)} for {row.name}",
         )
     return row.name
 

@@ -357,7 +357,7 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
     if not found:
         raise ConfigError(
             f"ignored_modules: {pattern!r} matches no module of {type(model).__name__}",
-            hint="the expression must match the whole qualified name, for example r'.*\\.router'",
+            hint="use an expression that matches the full module name, for example r'.*\\.router'",
         )
     return found
 
@@ -372,7 +372,7 @@ def _modules(value: Any) -> list[nn.Module]:
     if wrong is not None:
         raise ConfigError(
             f"ignored_modules: expected modules of the model, got {wrong!r}",
-            hint="for names write one regular expression, for example ignored_modules=r'head|.*\\.router'",
+            hint="to select names, use a regular expression, for example ignored_modules=r'head|.*\\.router'",
         )
     return found
 
@@ -407,14 +407,14 @@ def _precision_settings(policy: Any) -> dict[str, Any]:
     elif dataclasses.is_dataclass(policy):
         values = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if not f.name.startswith("_")}
     else:
-        raise ConfigError(f"mixed_precision_policy = {policy!r} is not understood", hint="use 'bf16', 'fp16' or 'fp32'")
+        raise ConfigError(f"mixed_precision_policy = {policy!r} is not valid", hint="use 'bf16', 'fp16' or 'fp32'")
     if values.pop("param_dtype_override_fn", None) is not None:
         raise ConfigError(
-            "mixed_precision_policy: param_dtype_override_fn is supported by fullshard.fully_shard only",
-            hint="leave it out, or shard the model with fully_shard",
+            "mixed_precision_policy: only fullshard.fully_shard supports param_dtype_override_fn",
+            hint="remove it, or shard the model with fully_shard",
         )
     if values.pop("keep_low_precision_grads", False):
-        raise ConfigError("keep_low_precision_grads=True: gradients of sharded parameters have the main weights' dtype")
+        raise ConfigError("keep_low_precision_grads=True is not supported: gradients have the main weights' dtype")
     values.pop("cast_root_forward_inputs", None)
     if "cast_forward_inputs" in values:
         values["cast_inputs"] = values.pop("cast_forward_inputs")
@@ -470,7 +470,7 @@ def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
         if keywords.get(name) not in (None, getattr(policy, name.upper())):
             raise ConfigError(
                 f"auto_wrap_policy: size_based_auto_wrap_policy with {name} is not supported",
-                hint="leave it out, or pass a function that says of a module whether it is a unit",
+                hint="remove it, or pass a function that returns whether a module is a unit",
             )
 
 

@@ -86,7 +86,7 @@ class Processes:
         elif isinstance(inputs, Mapping):
             lengths = {key: len(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
-                raise ConfigError(f"cannot split values of different lengths between processes: {lengths}")
+                raise ConfigError(f"values of different lengths cannot be split between processes: {lengths}")
             yield type(inputs)({key: self._part(value, apply_padding) for key, value in inputs.items()})  # type: ignore[call-arg]
         else:
             yield self._part(inputs, apply_padding)

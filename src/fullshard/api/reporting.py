@@ -39,7 +39,7 @@ class Reporting(Checkpointing):
         """
         known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, self.log_with)}
         for name in (init_kwargs or {}).keys() - known:
-            raise ConfigError(f"init_kwargs: no tracker is called {name!r}", hint=suggestion(name, sorted(known)))
+            raise ConfigError(f"init_kwargs: there is no tracker named {name!r}", hint=suggestion(name, sorted(known)))
         Theirs.init_trackers(self, project_name, config, init_kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
@@ -94,7 +94,7 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
     missing = {str(tracker) for tracker in given} - {"all", *map(str, found)}
     require_trackers(sorted(missing), "log_with")
     if missing:
-        raise ConfigError(f"log_with: {', '.join(sorted(missing))} cannot be used here, says Accelerate")
+        raise ConfigError(f"log_with: Accelerate reports that {', '.join(sorted(missing))} cannot be used here")
     return found
 
 
@@ -108,7 +108,7 @@ def _trace_directory(text: str) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_trace_dir: cannot make {directory}: {error.strerror}") from None
+        raise ConfigError(f"output_trace_dir: the directory {directory} cannot be created: {error.strerror}") from None
     return directory
 
 
@@ -118,6 +118,7 @@ def _profiler(handler: Any) -> torch.profiler.profile:
     except (ValueError, TypeError, AssertionError) as error:
         options = f"activities = {handler.activities}, schedule_option = {handler.schedule_option}"
         raise ConfigError(
-            f"profile: {options}: {error}", hint="as for torch.profiler, for example {'wait': 1}"
+            f"profile: {options}: {error}",
+            hint="use options of torch.profiler, for example {'wait': 1}",
         ) from None
     return profiler

@@ -46,5 +46,5 @@ def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], No
         f"{format_nbytes(usage.free)} are free for {place}, and a checkpoint of this run takes {format_nbytes(nbytes)}"
     )
     if usage.free < nbytes:
-        raise CheckpointError(found, hint="remove what is not needed, save elsewhere, or train without checkpoints")
+        raise CheckpointError(found, hint="remove unneeded files, save elsewhere, or train without checkpoints")
     say(f"{found}: {usage.free // nbytes} of the {count} fit that will be there at once; keep fewer, or make room")

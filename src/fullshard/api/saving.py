@@ -101,8 +101,8 @@ class TrainingState:
             owners = [model for model in self.models if held & {id(p) for p in model.parameters()}]
             if not owners:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} holds no parameters of a prepared model",
-                    hint="prepare the model, and make the optimizer from its parameters",
+                    f"the {type(optimizer).__name__} holds no parameters of a prepared model",
+                    hint="prepare the model, and create the optimizer from its parameters",
                 )
             covered |= set(map(id, owners))
             pairs.append((owners[0] if len(owners) == 1 else Together(owners), optimizer))
@@ -135,7 +135,7 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | Non
     """Return the path to save to, and whether an existing checkpoint at that path may be replaced."""
     if config.automatic_checkpoint_naming:
         if config.project_dir is None:
-            raise ConfigError("automatic_checkpoint_naming needs a project_dir")
+            raise ConfigError("automatic_checkpoint_naming needs a project_dir, but none is set")
         folder = _numbered_folder(config)
         hold_folder(folder)
         return folder / f"checkpoint_{config.iteration}", False
@@ -145,8 +145,8 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | Non
     foreign = _foreign_entries(path)
     if foreign:
         raise CheckpointError(
-            f"{path} holds more than a checkpoint ({', '.join(foreign[:3])}), which saving there would remove",
-            hint="save to a directory of its own, for example a sub-directory",
+            f"{path} contains other files than a checkpoint ({', '.join(foreign[:3])}), and saving would remove them",
+            hint="save to a separate directory, for example a subdirectory",
         )
     return path, True
 
@@ -202,14 +202,14 @@ def save(
     """
     if whole_weights and saver is not None:
         raise ConfigError(
-            "FULL_STATE_DICT cannot be saved in the background: the ranks must put the weights together first",
+            "FULL_STATE_DICT cannot be saved in the background, because the ranks must gather the weights first",
             hint="use SHARDED_STATE_DICT and `fullshard ckpt consolidate`, or let training wait",
         )
     if isinstance(path, ObjectPath) and (whole_weights or form != "native"):
         what = "FULL_STATE_DICT" if whole_weights else f"checkpoint.format = {form}"
         raise ConfigError(
-            f"{what} writes files for other programs into the checkpoint, which {path} cannot take",
-            hint="save SHARDED_STATE_DICT there; fullshard ckpt consolidate and export make those files of it",
+            f"{what} writes files for other programs into the checkpoint, which {path} does not support",
+            hint="save SHARDED_STATE_DICT there, and run fullshard ckpt consolidate or export to create those files",
         )
     if saver is not None:
         saver.make_room()
@@ -229,7 +229,7 @@ def save(
             raise ConfigError(
                 f"checkpoint.format = {form} supports one model per optimizer, but an optimizer holds parameters of "
                 "several models",
-                hint="give each model its own optimizer, or save in the native format",
+                hint="use a separate optimizer for each model, or save in the native format",
             )
         pending = _FORMATS[form](pending)
     if saver is not None:
@@ -282,8 +282,8 @@ def load(path: Location, state: TrainingState) -> int:
     saved = len(part_paths(path))
     if max(saved, 1) != len(parts):
         raise CheckpointError(
-            f"{path} holds {max(saved, 1)} models with optimizers, {len(parts)} are prepared",
-            hint="prepare the same models and optimizers, in the same order, as when it was saved",
+            f"{path} holds {max(saved, 1)} models with optimizers, but {len(parts)} are prepared",
+            hint="prepare the same models and optimizers in the same order as when it was saved",
         )
     for number in range(saved):  # all of them, before the first changes anything
         prove_checkpoint(path / part_name(number))
@@ -296,8 +296,8 @@ def only_part(state: TrainingState) -> LoadArguments:
     """Return the part of a single model and its optimizer. Raise `ConfigError` if there are several parts."""
     if len(parts := state.parts()) > 1:
         raise ConfigError(
-            f"copies in host memory support one model with one optimizer, but {len(parts)} are prepared",
-            hint="leave max_lost_steps out, and save checkpoints",
+            f"copies in host memory support only one model with one optimizer, but {len(parts)} are prepared",
+            hint="remove max_lost_steps, and save checkpoints",
         )
     return parts[0]
 
@@ -307,8 +307,8 @@ def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(
-            f"{where} holds positions of {len(positions)} data loaders, {len(state.loaders)} are prepared",
-            hint="prepare the same data loaders, in the same order, as when it was saved",
+            f"{where} holds the positions of {len(positions)} data loaders, but {len(state.loaders)} are prepared",
+            hint="prepare the same data loaders in the same order as when it was saved",
         )
     for loader, position in zip(state.loaders, positions, strict=True):
         loader.load_state_dict(position)
@@ -324,7 +324,7 @@ def save_model(
     """
     if is_saved_as_adapters(model):
         if not safe:
-            raise ConfigError("safe_serialization=False: adapters are written as safetensors", hint="leave it out")
+            raise ConfigError("safe_serialization=False is not supported for adapters", hint="remove it")
         save_adapters(directory, model)
         return
     staged, replaced = directory / ".fullshard-export", [_WEIGHTS]

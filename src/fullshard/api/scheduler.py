@@ -68,9 +68,9 @@ class AcceleratedScheduler:
             groups = {id(group) for optimizer in self.optimizers for group in optimizer.param_groups}
             if groups.isdisjoint(map(id, held.param_groups)):
                 raise OptimizerError(
-                    f"{type(self.scheduler).__name__} schedules {type(held).__name__}, which was not prepared: the "
-                    "learning rate of the prepared optimizer would stay as it is",
-                    hint="make the scheduler from the optimizer that is prepared",
+                    f"the {type(self.scheduler).__name__} schedules an {type(held).__name__} that was not prepared, "
+                    "so the learning rate of the prepared optimizer would not change",
+                    hint="create the scheduler from the optimizer that is prepared",
                 )
         self._is_checked = True
 

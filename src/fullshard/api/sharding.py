@@ -173,8 +173,10 @@ def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
         raise ConfigError(
             f"parallelism_config has tp_size = {device_mesh['tp'].size()}, but no layer of {type(model).__name__} is "
             "split",
-            hint="before prepare: torch.distributed.tensor.parallel.parallelize_module(model, "
-            "accelerator.torch_device_mesh['tp'], plan)",
+            hint=(
+                "before prepare, call torch.distributed.tensor.parallel.parallelize_module(model, "
+                "accelerator.torch_device_mesh['tp'], plan)"
+            ),
         )
 
 
@@ -212,8 +214,8 @@ def _change_forwards(model: nn.Module, units: list[nn.Module], config: ShardingC
     if config.activation_checkpointing:
         if not units:
             raise ConfigError(
-                f"activation_checkpointing recomputes unit by unit, and {type(model).__name__} is one unit",
-                hint="wrap its repeated block, or leave activation_checkpointing out",
+                f"activation_checkpointing recomputes one unit at a time, but {type(model).__name__} is a single unit",
+                hint="wrap its repeated block, or remove activation_checkpointing",
             )
         checkpoint_modules(
             model,

@@ -133,9 +133,9 @@ class _DealtSampler(Sampler[Any]):
         # Read now and not at the first `next`: another iteration may be prepared in between.
         if self.next_iteration is None:
             raise DataError(
-                "the batch sampler of a prepared loader is read by something other than its loader, which tracks the "
-                "epoch and the position",
-                hint="skip batches with accelerator.skip_first_batches(loader, n), and read the loader",
+                "the batch sampler of a prepared loader was iterated directly, but only its loader tracks the epoch "
+                "and the position",
+                hint="iterate the loader, and skip batches with accelerator.skip_first_batches(loader, n)",
             )
         seed, epoch, skip, last = self.next_iteration
         readers = 1 if self._deal.for_all else self._deal.world_size
@@ -285,7 +285,7 @@ class _IterableShare(Share):
         rounds, rest = divmod(skip, self.deal.round_size)
         if rest:
             raise DataError(
-                f"cannot continue after {skip} samples of an iterable dataset in steps of {self.deal.round_size}",
+                f"an iterable dataset cannot continue after {skip} samples in steps of {self.deal.round_size} samples",
                 hint="with num_workers > 0, resume with the same global batch size",
             )
         return rounds, lambda: None
@@ -341,12 +341,12 @@ def _deal(batch_size: int | None, rank: int, world_size: int, split_batches: boo
         return Deal(rank, world_size, batch_size or 1, drop_last)
     if batch_size is None:
         raise ConfigError(
-            "split_batches needs a loader with a batch size, but this one makes its own batches",
-            hint="leave split_batches out: each rank then takes whole batches in turn",
+            "split_batches needs a loader with a batch size, but this loader makes its own batches",
+            hint="remove split_batches: each rank then takes complete batches in turn",
         )
     if batch_size % world_size:
         raise ConfigError(
-            f"split_batches: a batch of {batch_size} does not divide into {world_size} equal shares",
+            f"split_batches: a batch of {batch_size} samples cannot be divided into {world_size} equal shares",
             hint="use a batch size that is a multiple of the number of processes",
         )
     return Deal(rank, world_size, batch_size // world_size, drop_last)

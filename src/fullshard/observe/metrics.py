@@ -110,16 +110,16 @@ def read_metrics(path: Path) -> Iterator[StepMetrics]:
     for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
         try:
             if unfinished:
-                raise ValueError("a line that is longer than any record")
+                raise ValueError("a line is longer than any valid record")
             if line.endswith("\n"):
                 yield _RECORD.validate_python(parse_object(line))
             else:
                 unfinished = line
         except ValueError:
             raise DataError(
-                f"{path}:{number - bool(unfinished)}: expected a step as `fullshard train` writes it, got "
+                f"{path}:{number - bool(unfinished)}: expected a step that `fullshard train` wrote, got "
                 f"{(unfinished or line)[:80]!r}",
-                hint="a full disk or another program may have written it; take the line out, or move the file away",
+                hint="remove the line, or move the file away; a full disk or another program may have caused this",
             ) from None
 
 

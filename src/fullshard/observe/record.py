@@ -84,15 +84,15 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
 
 def _run(folder: Path) -> RunRecord:
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder, and a run is one", hint="name the --output-dir of a run")
+        raise DataError(f"{folder} is not a directory, but a run is one", hint="pass the --output-dir of a run")
     metrics = _read(folder / "metrics.jsonl", folder, lambda path: list(read_metrics(path)))
     steps = [dataclasses.asdict(step) for step in metrics] or _logged(folder)
     events = _read(folder / JOURNAL_NAME, folder, lambda path: list(read_journal(path)))
     if not steps and not events:
         raise DataError(
-            f"{folder} holds no run: neither metrics.jsonl, as `fullshard train` writes it, nor a "
+            f"{folder} does not contain a run: there is no metrics.jsonl from `fullshard train` and no "
             f"{_TRAINER_STATE} with losses",
-            hint="name the --output-dir of a run",
+            hint="pass the --output-dir of a run",
         )
     return RunRecord(
         name=folder.absolute().name,
@@ -108,7 +108,7 @@ def _read(path: Path, folder: Path, read: Callable[[Path], Kind]) -> Kind:
     """Read a file of a folder. Raise `DataError` if its path leads out of the folder or it cannot be read."""
     try:
         if os.path.lexists(path) and not path.resolve().is_relative_to(folder.resolve()):
-            raise OSError("it is a link that leads out of the run's folder")
+            raise OSError("it is a link that points outside the run's directory")
         return read(path)
     except (OSError, RuntimeError) as error:  # the latter of links that go round
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint=_LEFT_OUT) from None

@@ -172,7 +172,7 @@ class MatricesWithAdamW(MatrixOptimizer):
             if group[key] is not None and not float(group[key]) >= 0:
                 raise ConfigError(f"{where}: {key} is {group[key]}, expected 0 or more")
         if group["algorithm"] not in (self.algorithm, "adamw"):
-            raise ConfigError(f"{where}: algorithm is {group['algorithm']!r}, not {self.algorithm} or adamw")
+            raise ConfigError(f"{where}: algorithm is {group['algorithm']!r}, expected {self.algorithm} or adamw")
         if group["algorithm"] == "adamw":
             _adamw({key: group[key] for key in ("betas", "eps")})  # torch's own words about those
             return
@@ -184,9 +184,12 @@ class MatricesWithAdamW(MatrixOptimizer):
         name = getattr(parameter, "name", None) or "a parameter"
         if parameter.dim() < self.least_dims or not parameter.is_floating_point():
             raise OptimizerError(
-                f"{where}: {name} of shape {tuple(parameter.shape)} and {parameter.dtype} is no matrix of real numbers",
-                hint=f"an optimizer of the model, as fullshard.optim.Muon(model), gives matrices to {self.name}, and "
-                "embeddings, head and vectors to AdamW",
+                f"{where}: {name} of shape {tuple(parameter.shape)} and {parameter.dtype} is not a matrix of real "
+                "numbers",
+                hint=(
+                    f"create the optimizer from the model, as in fullshard.optim.Muon(model), so that {self.name} "
+                    "gets the matrices and AdamW the embeddings, head and vectors"
+                ),
             )
         if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
             raise OptimizerError(
@@ -205,7 +208,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if isinstance(parameter, ShardedParameter):
         return parameter.local_grad
     if parameter.grad is not None and parameter.grad.is_sparse:
-        raise OptimizerError(f"a sparse gradient, of a matrix of shape {tuple(parameter.shape)}")
+        raise OptimizerError(f"the gradient of a matrix of shape {tuple(parameter.shape)} is sparse")
     return parameter.grad
 
 

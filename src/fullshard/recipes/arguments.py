@@ -130,9 +130,13 @@ class TrainArguments(View):
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ConfigError(f"--micro-batch-size {self.micro_batch_size} is more than --batch-size {self.batch_size}")
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
-            raise ConfigError("--loss-chunk, --compile and --wrap none: the head would be within the compiled graph")
+            raise ConfigError(
+                "--loss-chunk cannot be used with --compile and --wrap none: the head would be in the compiled graph"
+            )
         if self.ema_decay is not None and self.check_plan:
-            raise ConfigError("--check-plan with --ema-decay: the plan has no average of the weights")
+            raise ConfigError(
+                "--check-plan cannot be used with --ema-decay: the plan does not include the weight average"
+            )
         if self.step_in_backward and self.max_grad_norm:
             what = f"--step-in-backward uses gradients up before their norm is clipped to {self.max_grad_norm:g}"
             raise ConfigError(what, hint="add --max-grad-norm 0")

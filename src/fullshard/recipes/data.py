@@ -62,7 +62,7 @@ def corpus_files(data: str | None) -> list[Path]:
         if path.suffix in kinds and not is_left_out and path.is_file():
             files.append(path)
     if not files:
-        raise DataError(f"{root} has no file that ends in one of {', '.join(sorted(kinds))}")
+        raise DataError(f"{root} contains no file with one of these suffixes: {', '.join(sorted(kinds))}")
     random.Random(0).shuffle(files)
     return files
 
@@ -107,8 +107,8 @@ def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
             if not isinstance(text := row.get(field), str):
                 got, there = type(text).__name__, ", ".join(map(repr, row))
                 raise DataError(
-                    f"{where}, row {number}: expected text in {field!r}, got {got} (there are: {there})",
-                    hint="name the field or column with --text-field; blank lines do not count as rows",
+                    f"{where}, row {number}: expected text in {field!r}, got {got} (available: {there})",
+                    hint="select the field or column with --text-field; blank lines do not count as rows",
                 )
             yield text
     except DataError:
@@ -126,9 +126,9 @@ def load_tokenizer(source: str | Path) -> Any:
     try:
         tokenizer = transformers().AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read a tokenizer from {str(source)!r}: {error}") from error
+        raise ConfigError(f"the tokenizer {str(source)!r} cannot be read: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {str(source)!r} has no end-of-text token (eos_token)")
+        raise ConfigError(f"the tokenizer {str(source)!r} has no end-of-text token (eos_token)")
     return tokenizer
 
 
@@ -166,7 +166,7 @@ def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, 
                 file.write(block)
                 count, number = count + len(ids) + 1, number + 1
     if not number:
-        raise DataError("the data holds no text")
+        raise DataError("the data contains no text")
     return {"count": count, "documents": number, "crc32c": checksum}
 
 
@@ -246,7 +246,8 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
     kept = int(count * arguments.held_out)
     if arguments.held_out and kept < seq_len + 1:
         raise DataError(
-            f"{arguments.held_out:.1%} of {count} tokens is {kept}, less than one sequence of {seq_len} to evaluate on",
+            f"{arguments.held_out:.1%} of {count} tokens is {kept} tokens, but evaluation needs at least one sequence "
+            f"of {seq_len}",
             hint="use more data, shorter sequences or --held-out 0",
         )
     name, numbers = arguments.data or "Python's standard library", map(format_count, (made["documents"], count, kept))
@@ -254,7 +255,7 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
     train, held_out = (PackedSequences(part, seq_len) for part in np.split(tokens, [count - kept]))
     if len(train) < arguments.batch_size:
         raise DataError(
-            f"the data has {len(train)} sequences, fewer than one batch of {arguments.batch_size}",
+            f"the data has {len(train)} sequences, which is less than one batch of {arguments.batch_size}",
             hint="use more data, a smaller --batch-size or a shorter --seq-len",
         )
     return TrainingData(tokenizer, train, held_out, made["crc32c"])

@@ -105,7 +105,7 @@ def _loss(model: nn.Module, sequences: int, tokens: int) -> torch.Tensor:
     except Exception as error:  # of a model's own code, or of a kernel that knows no such dtype
         raise ConfigError(
             f"the forward of {type(model).__name__} does not run in virtual time: {error}",
-            hint="ask fullshard plan, which runs nothing",
+            hint="use fullshard plan, which does not run the model",
         ) from error
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
@@ -126,15 +126,15 @@ def time_step(
     if refused := [f"{name} = {getattr(job, name, True)}" for name, is_refused in untimed.items() if is_refused]:
         raise ConfigError(
             f"virtual time does not support {', '.join(refused)}",
-            hint="leave them out, or ask fullshard plan",
+            hint="remove them, or use fullshard plan",
         )
     if cluster.device.is_cpu:
         raise ConfigError(
             "virtual time does not support CPUs",
-            hint="ask fullshard plan --calibrate; or name an accelerator",
+            hint="use fullshard plan --calibrate, or select an accelerator",
         )
     if not 0 <= rank < cluster.count:
-        raise ConfigError(f"rank {rank} of {cluster.count} ranks", hint="ranks count from 0")
+        raise ConfigError(f"rank {rank} does not exist in a job of {cluster.count} ranks", hint="count ranks from 0")
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)
     positions = "n_positions" if "n_positions" in values else "max_position_embeddings"
     values = {**values, positions: max(job.seq_len, values.get(positions, 0))}
@@ -143,7 +143,7 @@ def time_step(
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
             f"virtual time does not support {type(model).__name__}, which has an encoder and a decoder",
-            hint="ask fullshard plan",
+            hint="use fullshard plan",
         )
     device = VirtualDevice(cluster, host)
     fused = instead(nn.functional, "dropout", _fused_dropout)

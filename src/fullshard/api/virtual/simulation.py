@@ -109,11 +109,11 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
     `build` creates the model.
     """
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
+        raise ConfigError(f"rank {rank} does not exist in a job of {world_size} ranks", hint="count ranks from 0")
     if job.method != "full":
-        raise ConfigError("only full training can be simulated")
+        raise ConfigError("the simulation supports only full training")
     if job.tp > 1:
-        raise ConfigError("tensor parallelism is not simulated", hint="ask fullshard plan")
+        raise ConfigError("the simulation does not support tensor parallelism", hint="use fullshard plan")
     shard_size = job.row.mesh_shape(world_size, job.shard_size)[1]
     with meta_parameters():
         model = build().float()
@@ -205,9 +205,9 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
     kind_of_model = values.get("model_type")
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"Transformers {transformers.__version__}, which builds the model, does not know model_type "
+            f"Transformers {transformers.__version__}, which builds the model, does not support model_type "
             f"{kind_of_model!r}",
-            hint="update transformers, or ask fullshard plan, which builds no model",
+            hint="update Transformers, or use fullshard plan, which does not build the model",
         )
 
     def build() -> nn.Module:
@@ -225,8 +225,8 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
             raise
         except Exception as error:  # each family checks its fields in its own way
             raise ConfigError(
-                f"Transformers {transformers.__version__} does not accept this as a {kind_of_model}: {error}",
-                hint="the file must be the model's whole config.json",
+                f"Transformers {transformers.__version__} does not accept the file as a {kind_of_model}: {error}",
+                hint="use the model's complete config.json",
             ) from error
         return model
 
