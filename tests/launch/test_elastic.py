@@ -323,7 +323,7 @@ def test_what_cannot_be_shared_is_an_error_before_the_start(monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"= 1 on 3 ranks makes a batch of 3 micro-batches, which cannot"):
         fullshard.Accelerator()
     values = {"batch_size": 2, "output_dir": tmp_path / "out"}
-    with pytest.raises(ConfigError, match="--batch-size 2 on up to 3 ranks: some would have nothing to do"):
+    with pytest.raises(ConfigError, match="--batch-size 2 is too small for up to 3 ranks"):
         train(TrainArguments.of(values))
     assert for_any_size(TrainArguments.of({"batch_size": 8})).micro_batch_size == 3
     assert for_any_size(TrainArguments.of({"batch_size": 8, "micro_batch_size": 2})).micro_batch_size == 2

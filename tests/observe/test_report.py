@@ -142,7 +142,9 @@ def test_a_file_that_was_cut_off_is_named_with_its_line(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "run", events=DONE)
     settings = (run / "settings.json").read_text()
     (run / "settings.json").write_text(settings[:40])
-    with pytest.raises(DataError, match=r"settings\.json is not valid JSON.*\nhint: a kill may have cut it off"):
+    with pytest.raises(
+        DataError, match=r"settings\.json is not valid JSON.*\nhint: a killed process may have left it incomplete"
+    ):
         read_runs([run])
     (run / "settings.json").write_text("[1]")
     with pytest.raises(DataError, match=r"settings\.json is not valid JSON: expected a JSON object, got a list"):

@@ -144,7 +144,7 @@ def test_sft(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> No
     names = run_ranks(tune, 2, words)[0]
     assert len(names) == 8
     assert all("lora_" in name for name in names)
-    with pytest.raises(RuntimeError, match="--optim_args with --optim muon"):
+    with pytest.raises(RuntimeError, match="--optim_args is only for Transformers' own optimizers"):
         run_ranks(tune, 1, [*words, "--optim_args", "x=1"])
 
 

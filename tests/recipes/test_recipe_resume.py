@@ -83,13 +83,13 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(run: Run, tmp_path: P
         ({"vocab_size": 300}, "another run: --vocab-size was 320 and is 300\nhint"),
         ({"max_data_mb": 0.003}, "another run: --max-data-mb was None and is 0.003\nhint"),
         ({"seed": 3}, "another run: --seed was 0 and is 3\nhint"),
-        ({"steps": 1}, "is 2 steps in, more than --steps 1"),
+        ({"steps": 1}, "was saved after 2 steps, but --steps is 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(**{"steps": 3} | changes)
         assert _contents(output) == before
     data.write_text(text + "and more\n")
-    with pytest.raises(ConfigError, match="another run: what --data names, or the tokenizer, has changed since\n"):
+    with pytest.raises(ConfigError, match="another run: the data or the tokenizer has changed since\n"):
         run(steps=3)
     assert _contents(output) == before
     data.rename(tmp_path / "moved.txt").write_text(text)
@@ -105,7 +105,7 @@ def _contents(directory: Path) -> dict[Path, bytes]:
 def test_a_checkpoint_that_train_has_not_written_is_refused(run: Run, tmp_path: Path) -> None:
     """Before anything is loaded."""
     save_checkpoint(tmp_path / "out" / "checkpoints" / "step-000001", model=torch.nn.Linear(2, 2), extra={"step": 1})
-    with pytest.raises(ConfigError, match="step-000001 is no checkpoint of `fullshard train`"):
+    with pytest.raises(ConfigError, match="step-000001 is not a checkpoint of `fullshard train`"):
         run()
 
 

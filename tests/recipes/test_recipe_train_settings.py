@@ -383,7 +383,7 @@ def test_resume_guards(inputs: Path, run: Runner, tmp_path: Path, reference: lis
         run(batch_size=4, seed=3)
     with pytest.raises(ConfigError, match=r"--max-data-mb was None and is 0\.02"):
         run(max_data_mb=0.02)
-    with pytest.raises(ConfigError, match=r"is 4 steps in, more than --steps 3"):
+    with pytest.raises(ConfigError, match=r"was saved after 4 steps, but --steps is 3"):
         run(steps=3)
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
     shutil.rmtree(checkpoints / "step-000004")
@@ -420,7 +420,7 @@ def test_a_run_passes_over_what_is_damaged(
     damage("step-000004")
     assert _losses(run()) == _losses(reference)
     said = capsys.readouterr().out
-    assert f"resume: {checkpoints}/step-000004 is passed over, because it is damaged: " in said
+    assert f"resume: {checkpoints}/step-000004 is skipped because it is damaged: " in said
     assert "is damaged between bytes" in said and f"resume: from {checkpoints}/step-000002, after step 2" in said
     damage("step-000004")
     damage("step-000002")

@@ -163,10 +163,7 @@ class PlanCheck:
         ]
 
     def _compare_state(self) -> Deviation:
-        """Compare the optimizer state of this model's parameters.
-
-        The optimizer may also hold parameters of other models.
-        """
+        """Compare the optimizer state of this model's parameters. The optimizer may hold parameters of other models."""
         row, groups = self._job.planned_optimizer, self._optimizer.param_groups
         held = {id(p) for group in groups for p in group["params"]}
         matrices = {id(p) for group in groups if group.get("algorithm") != "adamw" for p in group["params"]}

@@ -151,10 +151,7 @@ class FullyShardedDataParallelPlugin:
             self.show(self.config())
 
     def said(self, name: str) -> Any:
-        """Return the value that a field was set to.
-
-        Return None if the field was left to the launcher, even if it reads as a value.
-        """
+        """Return a field's value if it was set, otherwise None, even if the field reads as the launcher's value."""
         value, filled = getattr(self, name), vars(self)["filled"]
         return None if name in filled and value == filled[name] else value
 
@@ -231,10 +228,7 @@ class FullyShardedDataParallelPlugin:
         return effective
 
     def sharding_config(self) -> ShardingConfig:
-        """Return the sharding settings in effect.
-
-        They do not include a wrap policy that is an object (see `wrap_policy`).
-        """
+        """Return the sharding settings in effect, without a policy that is an object (see `wrap_policy`)."""
         return self.config().sharding
 
     def wrap_policy(self, config: ShardingConfig | None = None) -> WrapPolicy:
@@ -244,10 +238,7 @@ class FullyShardedDataParallelPlugin:
         return configured_policy(config or self.sharding_config())
 
     def _has_policy_object(self) -> bool:
-        """Return whether the wrap policy is something other than one of Accelerate's policy names.
-
-        Other names are class names.
-        """
+        """Return whether the wrap policy is not one of Accelerate's policy names. Other names are class names."""
         policy = self.said("auto_wrap_policy")
         return policy is not None and not (isinstance(policy, str) and policy.strip().upper().endswith("WRAP"))
 
@@ -340,10 +331,7 @@ def say_once(notes: Iterable[Note]) -> None:
 
 
 def tell_transformers() -> None:
-    """Let Transformers leave the weights empty on the ranks that do not read them.
-
-    Two environment variables enable this.
-    """
+    """Set two variables that let Transformers leave the weights empty on the ranks that do not read them."""
     set_variables(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
 
@@ -363,10 +351,7 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _modules(value: Any) -> list[nn.Module]:
-    """Return the modules in `ignored_modules`, which is one module or several.
-
-    A generator is read only once, and its modules are used for every model.
-    """
+    """Return the list of modules in `ignored_modules`. A generator is read only once, for all models."""
     found = [value] if isinstance(value, nn.Module) or not isinstance(value, Iterable) else list(value)
     wrong = next((item for item in found if not isinstance(item, nn.Module)), None)
     if wrong is not None:
@@ -462,10 +447,7 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
 
 
 def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
-    """Refuse exceptions in torch's size-based policy other than its defaults.
-
-    The size alone selects the units here.
-    """
+    """Refuse exceptions in torch's size-based policy other than its defaults. The size alone selects the units here."""
     for name in ("exclude_wrap_modules", "force_leaf_modules"):
         if keywords.get(name) not in (None, getattr(policy, name.upper())):
             raise ConfigError(

@@ -54,10 +54,7 @@ class Processes:
         self.process.barrier()
 
     def _goes_first(self, is_main: bool) -> Iterator[None]:
-        """Run the block on one rank before the others.
-
-        The other ranks continue even if that block raises. With Accelerate they would wait forever.
-        """
+        """Run the block on one rank before the others. Unlike in Accelerate, they continue if it raises."""
         if not is_main:
             self.wait_for_everyone()
         try:

@@ -19,10 +19,7 @@ from fullshard.plan.optimizers import OPTIMIZERS
 
 
 def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
-    """Return the total size in bytes of a checkpoint over all ranks.
-
-    The actual size may be larger, because the planner may not support the optimizer.
-    """
+    """Return the size in bytes of a checkpoint over all ranks, a lower bound if the optimizer is unknown."""
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = trained if is_saved_as_adapters(model) else list(model.parameters())
     kind = None if optimizer is None else planned_optimizer(getattr(optimizer, "optimizer", optimizer))

@@ -60,18 +60,12 @@ _FORMATS: dict[str, Callable[[Pending], Pending]] = {}
 
 
 def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
-    """Register a format for saves with `checkpoint.format = name`.
-
-    The function `add` changes such a save so that it also writes files of that format.
-    """
+    """Register a `checkpoint.format`. `add` changes each save so that it also writes files of that format."""
     _FORMATS[name] = add
 
 
 class Together(nn.ModuleList):
-    """Combine the models that one optimizer steps.
-
-    They are saved as one model with the name prefixes `0.`, `1.` and so on.
-    """
+    """Combine the models that one optimizer steps. They are saved as one model with name prefixes `0.`, `1.` etc."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +162,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
 
 
 def number_after(path: Location, config: Any) -> int:
-    """Return the number of the next checkpoint after `path` is loaded.
-
-    If `path` is a numbered checkpoint of the project, the number is larger than its number.
-    """
+    """Return the number of the next checkpoint, which is larger than that of a numbered `path` of the project."""
     match = _AUTOMATIC.fullmatch(path.name)
     is_of_project = config.project_dir is not None and isinstance(path, Path)
     if match and is_of_project and path.resolve().parent == _numbered_folder(config).resolve():
@@ -260,10 +251,7 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
-    """Call save hooks and record which files they add to a checkpoint. A collective.
-
-    The record lets a later save replace the checkpoint.
-    """
+    """Call save hooks and record the files they add, so that a later save may replace them. A collective."""
     ranks = Ranks()
     before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
     call_hooks(hooks, models, [], str(path))

@@ -59,10 +59,7 @@ class AcceleratedScheduler:
                     self.scheduler.step(*args, **kwargs)
 
     def _check_optimizer(self) -> None:
-        """Check that the schedule belongs to a prepared optimizer.
-
-        This happens at the first step, because all objects are prepared by then.
-        """
+        """Check at the first step, when all objects are prepared, that the schedule's optimizer is prepared."""
         held = getattr(self.scheduler, "optimizer", None)
         if isinstance(held, Optimizer) and self.optimizers and not sharded_parameters(held):
             groups = {id(group) for optimizer in self.optimizers for group in optimizer.param_groups}

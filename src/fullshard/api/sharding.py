@@ -1,7 +1,4 @@
-"""Shard a model from settings.
-
-This is the only module that translates a `ShardingConfig` into calls of the engine.
-"""
+"""Shard a model from settings. This is the only module that translates a `ShardingConfig` into calls of the engine."""
 
 from __future__ import annotations
 
@@ -129,10 +126,7 @@ def shard(
 
 
 def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
-    """Mark the weights to quantize at rest.
-
-    These are all large frozen weights if `form` is given, otherwise the weights that bitsandbytes left unquantized.
-    """
+    """Mark the weights to quantize at rest: all large frozen weights in `form`, or those that bitsandbytes left."""
     quantise_rest(model)
     if form is not None:
         say(f"{type(model).__name__}: {quantize(model, form)}")
@@ -165,10 +159,7 @@ def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None
 
 
 def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Refuse a model that is not split although tensor parallelism was requested.
-
-    The ranks of a tensor-parallel group would otherwise all do the same work.
-    """
+    """Refuse a model that is not split for tensor parallelism, because its ranks would do the same work."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
             f"parallelism_config has tp_size = {device_mesh['tp'].size()}, but no layer of {type(model).__name__} is "
@@ -197,10 +188,7 @@ def remove_autocast(model: nn.Module) -> None:
 def _units(
     model: nn.Module, policy: WrapPolicy, ignored: Sequence[nn.Module], process: ProcessState
 ) -> list[nn.Module]:
-    """Return the modules that become units.
-
-    Every rank selects the same modules, and only the first rank warns.
-    """
+    """Return the modules that become units. Every rank selects the same modules, and only the first rank warns."""
     outside = {id(inner) for module in ignored for inner in module.modules()}
     with warnings.catch_warnings():
         if not process.environment.is_main:
@@ -251,11 +239,7 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """Describe how the forward of a root module is wrapped.
-
-    It runs under `autocast` and its outputs are cast to `output_dtype`. `inner` is the previous forward if it was not
-    the method of the class.
-    """
+    """Hold how a root runs: its autocast, its output dtype, and its previous forward unless the class defines it."""
 
     autocast: Callable[[], AbstractContextManager[Any]]
     output_dtype: torch.dtype | None

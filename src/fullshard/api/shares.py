@@ -1,7 +1,4 @@
-"""Define one rank's share of a data loader.
-
-A share consists of the samples that the rank reads, in an order that all ranks agree on.
-"""
+"""Define one rank's share of a data loader: the samples that it reads, in an order that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -59,10 +56,7 @@ class Share:
 
     @property
     def depends_on_epoch(self) -> bool:
-        """Return whether the order differs between epochs.
-
-        The answer depends on what the sampler and the dataset reveal.
-        """
+        """Return whether the order differs between epochs, as far as sampler and dataset reveal it."""
         is_sequential = isinstance(getattr(self._order, "sampler", self._order), SequentialSampler)
         return not is_sequential or callable(getattr(self._dataset, "set_epoch", None))
 
@@ -165,10 +159,7 @@ class _DealtSampler(Sampler[Any]):
 
 
 class _Equal:
-    """Yield batches of equal size.
-
-    A short last batch is filled up with `added` samples from the start, as in Accelerate.
-    """
+    """Yield batches of equal size. A short last batch is filled up with samples from the start, as in Accelerate."""
 
     def __init__(self, batches: Iterable[Any], size: int | None) -> None:
         self._batches = batches
@@ -242,10 +233,7 @@ def _seeded(order: Any, number: int) -> Iterator[None]:
 
 
 class _IterableShare(Share):
-    """One rank's share of an iterable dataset.
-
-    A rank that reads the dataset keeps a part of each round, or all of it.
-    """
+    """One rank's share of an iterable dataset. A rank that reads the dataset keeps all or part of each round."""
 
     is_always_even = True
 

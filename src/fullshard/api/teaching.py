@@ -58,10 +58,7 @@ def teach_libraries() -> None:
 
 
 def keep_teaching(accelerator: Any) -> Callable[..., None]:
-    """Replace these functions now and at every `prepare`.
-
-    The later calls cover libraries that the script imports in the meantime.
-    """
+    """Replace these functions now, and at every `prepare` in libraries that were imported in the meantime."""
     teach_libraries()
     return lambda models, optimizers: teach_libraries()
 

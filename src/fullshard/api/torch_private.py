@@ -88,9 +88,9 @@ def is_for_shapes(kind: type) -> bool:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute causal or masked attention in one kernel that does not store the scores.
+    """Compute causal or masked attention in a single kernel, which does not store the scores.
 
-    Since 2.0. Accelerators without such a kernel are not supported. The kernel that reads a mask computes every score.
+    Since 2.0. With a mask, the kernel computes every score.
     """
     aten = torch.ops.aten
     if mask is None:

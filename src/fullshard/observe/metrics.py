@@ -57,10 +57,7 @@ class StepMetrics:
         return {name: value for name, value in values.items() if name not in unplotted and value is not None}
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON.
-
-        Floats keep all their digits. NaN and infinity, which JSON cannot represent as numbers, become strings.
-        """
+        """Return one line of JSON. Floats keep all their digits, but NaN and infinity become strings."""
         values = dataclasses.asdict(self)
         unfit = {name: str(v) for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         return json.dumps(values | unfit, allow_nan=False)
@@ -102,10 +99,7 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
-    """Yield the steps of a metrics file, if the file exists.
-
-    Skip an incomplete last line, which a killed run may leave.
-    """
+    """Yield the steps of a metrics file, if it exists. Skip an incomplete last line, which a killed run may leave."""
     unfinished = ""
     for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
         try:
@@ -136,7 +130,7 @@ def memory_nbytes(device: torch.device) -> int:
         return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0
     if (statm := Path("/proc/self/statm")).exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    # Elsewhere only the peak is at hand; macOS counts it in bytes, other systems in KiB.
+    # Other systems only report the peak: macOS in bytes, others in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -28,32 +28,26 @@ class Line(NamedTuple):
 
 
 def require_plots() -> None:
-    """Raise `MissingExtraError` if charts cannot be drawn.
-
-    Call this before training starts, not after hours of training.
-    """
+    """Raise `MissingExtraError` if charts cannot be drawn. Call this before training, not after hours of it."""
     for package in ("matplotlib", "jinja2"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra="plots", purpose="drawing pictures of a run")
 
 
 def line_chart(unit: str, lines: Sequence[Line]) -> str:
-    """Return a line chart over steps as the value of an image's `src` attribute.
-
-    Many points are averaged in groups.
-    """
+    """Return a line chart over steps as the value of an image's `src` attribute. Many points are averaged in groups."""
     matplotlib = importlib.import_module("matplotlib")
     buffer = io.BytesIO()
     with matplotlib.rc_context(_LOOK), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of signs that a font does not have
-        # The object interface: no display is chosen, and nothing stays registered.
+        warnings.simplefilter("ignore")  # about characters that a font lacks
+        # The object interface selects no display and leaves nothing registered.
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5, 2.4), layout="constrained")
         axes = figure.add_subplot()
         for line in lines:
             every = -(-len(line.x) // _MOST_POINTS)
             parts = [line.y[start : start + every] for start in range(0, len(line.y), every)]
             y = [sum(part) / len(part) for part in parts]
-            # With a space before it, because matplotlib hides names that begin with an underscore.
+            # The leading space is needed because matplotlib hides names that begin with an underscore.
             label = "".join(sign if sign.isprintable() else "?" for sign in f" {line.label[:60]}")
             style = "o" if len(y) == 1 else line.style
             axes.plot(line.x[::every], y, style, label=label, linewidth=1.3, color=f"C{line.color % 10}")

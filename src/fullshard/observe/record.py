@@ -24,7 +24,7 @@ from fullshard.core.paths import local_path
 from fullshard.observe.metrics import read_metrics
 
 _TRAINER_STATE = "trainer_state.json"
-_LEFT_OUT = "move it away, and the report leaves it out"
+_LEFT_OUT = "move it away to leave it out of the report"
 _MOST_NBYTES = 256 * MIB
 _LARGEST = 1e100
 """Larger values are not drawn, like those that are not finite."""
@@ -61,10 +61,7 @@ class RunRecord:
     events: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps that have a field and the values of the field.
-
-        For a field with one value per rank, return the largest.
-        """
+        """Return the steps that have a field, and its values. Of a field with one value per rank, take the largest."""
         found = []
         for step in self.steps:
             value = step.get(name)
@@ -110,7 +107,7 @@ def _read(path: Path, folder: Path, read: Callable[[Path], Kind]) -> Kind:
         if os.path.lexists(path) and not path.resolve().is_relative_to(folder.resolve()):
             raise OSError("it is a link that points outside the run's directory")
         return read(path)
-    except (OSError, RuntimeError) as error:  # the latter of links that go round
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint=_LEFT_OUT) from None
 
 
@@ -127,15 +124,12 @@ def _json(path: Path, folder: Path, kind: type[Kind]) -> Kind | None:
             hint=f"another program may have written it; {_LEFT_OUT}",
         ) from None
     except (ValueError, RecursionError) as error:
-        hint = f"a kill may have cut it off; {_LEFT_OUT}"
+        hint = f"a killed process may have left it incomplete; {_LEFT_OUT}"
         raise DataError(f"{path} is not valid JSON: {error}", hint=hint) from None
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps in Trainer's newest state file.
-
-    If a kill left that file incomplete, return the steps of the file before it.
-    """
+    """Return the steps in Trainer's newest state file, or in the one before if a kill left it incomplete."""
     inside = [path for path in folder.glob("checkpoint-*") if path.is_dir() and not path.is_symlink()]
     cut_off = None
     for place in (folder, *sorted(inside, key=_numbers, reverse=True)):

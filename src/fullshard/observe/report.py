@@ -42,7 +42,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     If `output` is in the folder of a run and is not a regular file, such as a link, it is replaced.
     """
     require_plots()
-    page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # names of files may be no text
+    page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # file names may be invalid Unicode
     folder = output.parent.resolve()
     is_in_a_run = any(folder.is_relative_to(path.resolve()) for path in paths)
     if is_in_a_run and os.path.lexists(output) and not stat.S_ISREG(output.lstat().st_mode):
@@ -106,10 +106,7 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
 
 
 def _of(run: RunRecord, name: str, of: Callable[[list[float]], float], form: str = "") -> str:
-    """Return a summary of a series as text.
-
-    Without a `form` the values are bytes.
-    """
+    """Return a summary of a series as text. Without a `form` the values are bytes."""
     values = run.series(name)[1]
     if not values:
         return ""
@@ -165,10 +162,7 @@ def _details(event: dict[str, Any]) -> str:
 
 
 def _value(value: object) -> str:
-    """Return a value of a file as text.
-
-    Python refuses to format integers with thousands of digits.
-    """
+    """Return a value of a file as text. Python refuses to format integers with thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 1000:
         return "a huge number"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -44,10 +44,7 @@ class MatrixRule:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str = "Muon") -> MatrixRule:
-        """Return the rule for a model, sharded or not.
-
-        A tied parameter appears once. It counts as an embedding if one of its uses is an embedding.
-        """
+        """Return the rule for a model, sharded or not. A tied parameter appears once, as an embedding if it is one."""
         rule = cls(optimizer)
         embedded: dict[int, bool] = {}
         for module in embeddings_of(model):

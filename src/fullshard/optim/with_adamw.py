@@ -145,7 +145,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         given = self._given(parameter, group)
         shape = *matrix_shape(parameter.shape, flatten=group["flatten"]), *given.shape[parameter.dim() :]
         matrices = given.reshape(shape) if given.numel() else ()
-        # Copies, because a product's bits may depend on where its operands lie: as an owner's, at the start of memory.
+        # Copies start at an aligned address, as on an owner: a product's bits may depend on the alignment.
         made = [self._made(parameter, n, matrix.clone(), group).reshape(-1) for n, matrix in enumerate(matrices)]
         return torch.cat(made).view(parameter.shape) if made else parameter
 
@@ -155,7 +155,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         if not groups:
             return
         use_plain_tensors(self._adamw)
-        # What ends a step looks here: the state is this one's.
+        # The code that ends a step looks here, because this optimizer has the state.
         setattr(self, torch_private.INIT_GROUP, vars(self._adamw)[torch_private.INIT_GROUP])
         self._adamw.state, self._adamw.param_groups = self.state, groups
         step: Any = optim.AdamW.step
@@ -174,7 +174,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         if group["algorithm"] not in (self.algorithm, "adamw"):
             raise ConfigError(f"{where}: algorithm is {group['algorithm']!r}, expected {self.algorithm} or adamw")
         if group["algorithm"] == "adamw":
-            _adamw({key: group[key] for key in ("betas", "eps")})  # torch's own words about those
+            _adamw({key: group[key] for key in ("betas", "eps")})  # raises torch's own errors
             return
         self._check(group, where)
         for parameter in group["params"]:

@@ -1,7 +1,4 @@
-"""Define each setting of a training run once.
-
-The command line and the workers read the same fields.
-"""
+"""Define each setting of a training run once. The command line and the workers read the same fields."""
 
 from __future__ import annotations
 
@@ -140,7 +137,7 @@ class TrainArguments(View):
         if self.step_in_backward and self.max_grad_norm:
             what = f"--step-in-backward uses gradients up before their norm is clipped to {self.max_grad_norm:g}"
             raise ConfigError(what, hint="add --max-grad-norm 0")
-        _ = self.checkpoints  # refuses a URL that is no store's
+        _ = self.checkpoints  # refuses a URL of an unknown store
         super().check()
 
     @property

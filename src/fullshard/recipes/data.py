@@ -113,16 +113,13 @@ def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
             yield text
     except DataError:
         raise
-    except Exception as error:  # each reader, and the hub, has errors of its own
-        hint = "check --data; mend a damaged file, or copy it again"
+    except Exception as error:  # the hub and each reader raise different errors
+        hint = "check --data; repair a damaged file, or copy it again"
         raise DataError(f"{where} cannot be read after row {number}: {error}", hint=hint) from error
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """Return a tokenizer from a directory or the hub.
-
-    It must have an end-of-text token, which separates documents.
-    """
+    """Return a tokenizer from a directory or the hub. It must have an end-of-text token, which separates documents."""
     try:
         tokenizer = transformers().AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
@@ -137,7 +134,7 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
 
     The same documents always give the same tokenizer.
     """
-    library = transformers()  # says which extra has both
+    library = transformers()  # raises an error that names the extra for both libraries
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -223,10 +220,7 @@ def micro_batches(
 
 
 class TrainingData(NamedTuple):
-    """Hold the data that a run trains on.
-
-    Equal checksums mean equal sequences. `held_out` may be empty.
-    """
+    """Hold the data that a run trains on. Equal checksums mean equal sequences. `held_out` may be empty."""
 
     tokenizer: Any
     train: PackedSequences
@@ -284,7 +278,9 @@ def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple
             train_tokenizer(documents, vocab_size=vocab_size).save_pretrained(str(directory / "tokenizer"))
         tokenizer = load_tokenizer(source or directory / "tokenizer")
         made = tokenise(directory / "tokens.bin", read_documents(files, *what), tokenizer)
-        write_text(directory / "tokens.json", json.dumps(made) + "\n")  # last: it says that the others are whole
+        write_text(
+            directory / "tokens.json", json.dumps(made) + "\n"
+        )  # written last: it marks the other files as complete
     check(made["crc32c"])
     return directory, source, made
 

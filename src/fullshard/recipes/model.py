@@ -28,7 +28,7 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
     model.
     """
     library, name = transformers(), "the default model" if source is None else repr(source)
-    ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may be left out
+    ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may have gaps
     if source is None:
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         sizes = _SMALL | {"vocab_size": len(tokenizer), "max_position_embeddings": max(512, seq_len)}
@@ -86,5 +86,5 @@ def muon(model: nn.Module, say: Callable[[str], None], **options: Any) -> Muon:
     """
     rule = MatrixRule.of(model)
     say(f"optimizer: {rule}")
-    # scaled so that a learning rate of AdamW fits
+    # scaled so that a learning rate for AdamW works
     return Muon(rule.groups(decays_vectors=False), adjust_lr_fn="match_rms_adamw", **options)

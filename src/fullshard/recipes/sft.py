@@ -33,7 +33,7 @@ transformers: Any = import_extra("transformers", extra="sft", purpose="fullshard
 trl: Any = import_extra("trl", extra="sft", purpose="fullshard sft")
 
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_TEMPLATE = (  # `generation` marks what the assistant says, for --assistant_only_loss
+_TEMPLATE = (  # `generation` marks the assistant's messages, for --assistant_only_loss
     "{% for message in messages %}{{ 'OPEN' + message['role'] + 'CLOSE\\n' }}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + END }}{% endgeneration %}{{ '\\n' }}"
@@ -48,16 +48,13 @@ _FORMATS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def run(arguments: SFTArguments) -> Any:
-    """Train the model, save it, and push it to the hub if requested.
-
-    Returns the trainer.
-    """
+    """Train the model, save it, and push it to the hub if requested. Returns the trainer."""
     environment, training = read_rank_environment(), arguments.training
     output, is_pushed = Path(training.output_dir), bool(training.push_to_hub)
     with contextlib.ExitStack() as held:
         run_on_main(environment, lambda: held.enter_context(lease(output)))
         resume = run_on_main(environment, lambda: _where_to_begin(training))
-        training.push_to_hub = False  # last of all: a hub that is out of reach costs no training
+        training.push_to_hub = False  # pushed at the end, so that an unreachable hub loses no training
         trainer = make_trainer(arguments)
         if arguments.own.profile:
             trainer.add_callback(_Profiling(trainer.accelerator, output / "profile"))
@@ -67,18 +64,19 @@ def run(arguments: SFTArguments) -> Any:
             run_on_main(environment, lambda: write_report([output], output / "report.html"))
             say(f"report: {output / 'report.html'}")
         if should_stop():
-            say("stopped by a signal, with a checkpoint; --resume_from_checkpoint True goes on from there")
+            say("stopped by a signal after saving a checkpoint; --resume_from_checkpoint True continues from it")
             return trainer
         trainer.save_model()
         if is_pushed:
             training.push_to_hub = True
             try:
                 trainer.push_to_hub(commit_message="End of training", revision=training.hub_revision)
-            except Exception as error:  # whatever the network and the hub come up with
+            except Exception as error:  # any error of the network or the hub
                 why = f"{type(error).__name__}: {cut(str(error), 300)}"
-                hint = f"push it later: hf upload {training.hub_model_id or 'USER/NAME'} {output}"
+                hint = f"push it later with: hf upload {training.hub_model_id or 'USER/NAME'} {output}"
                 raise HubError(
-                    f"the model is saved in {output}, whole, but it is not on the hub: {why}", hint=hint
+                    f"the model is saved completely in {output}, but the push to the hub failed: {why}",
+                    hint=hint,
                 ) from error
         return trainer
 
@@ -102,7 +100,7 @@ class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, *about: Any, **further: Any) -> None:
         self._profile.close()
         if self._step < 5:
-            say(f"profile: not of three steps, because the run ended after {self._step}")
+            say(f"profile: fewer than three steps, because the run ended after step {self._step}")
 
 
 def make_trainer(arguments: SFTArguments) -> Any:
@@ -112,21 +110,21 @@ def make_trainer(arguments: SFTArguments) -> Any:
     quantization = trl.get_quantization_config(settings)
     if quantization is not None and (compute := arguments.own.bnb_4bit_compute_dtype) is not None:
         quantization.bnb_4bit_compute_dtype = getattr(torch, compute)
-    model: Any = checkpoint.from_pretrained(  # each rank reads what it will own when the model is sharded
+    model: Any = checkpoint.from_pretrained(  # each rank reads only what it owns after sharding
         transformers.AutoModelForCausalLM,
         settings.model_name_or_path,
         dtype=settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype),
         quantization_config=quantization,
-        dequantize=not settings.use_peft,  # codes in the files cannot be trained
+        dequantize=not settings.use_peft,  # quantized codes in the files cannot be trained
         revision=settings.model_revision,
         **({} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}),
     )
     model.config.use_cache = not training.gradient_checkpointing
-    # A table that is longer than the vocabulary has room already, and is not to be made shorter.
+    # A table that is longer than the vocabulary already has room and must not be shortened.
     if is_extended and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False)
     if training.packing and training.packing_strategy == "bfd" and "flash" not in (settings.attn_implementation or ""):
-        say("packing without flash attention: texts are cut into pieces of max_length (packing_strategy wrapped)")
+        say("packing without flash attention cuts texts into pieces of max_length (packing_strategy wrapped)")
         training.packing_strategy = "wrapped"
     train, test = load_data(arguments)
     return SFTTrainer(
@@ -141,10 +139,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
 
 
 def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a factory for the Muon optimizer and its options.
-
-    The factory is called once the adapters exist.
-    """
+    """Return a factory for the Muon optimizer and its options. The factory is called once the adapters exist."""
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
         return muon(model, say, **options)
@@ -157,7 +152,7 @@ def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
 def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
     """Return the model's tokenizer with the tokens of the chat format, and whether this added tokens."""
     name = arguments.model.model_name_or_path
-    hint = "--model_name_or_path takes a Hugging Face directory or a hub name"
+    hint = "use a Hugging Face directory or a hub name as --model_name_or_path"
     with own_errors(f"cannot read the tokenizer of {name!r}", hint=hint):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=arguments.model.model_revision)
     before = len(tokenizer)
@@ -179,10 +174,10 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
     try:
         kind = _FILES.get(path.suffix, path.suffix) if files else script.dataset_name
         found = datasets.load_dataset(kind, script.dataset_config, **files)
-    except Exception as error:  # of pyarrow's, of its JSON reader, of the hub, or of the file system
+    except Exception as error:  # from pyarrow, its JSON reader, the hub or the file system
         raise DataError(
             f"{path} cannot be read: {error.__cause__ or error}",
-            hint="name a directory with train.jsonl or train.parquet, such a file, or a dataset of the hub",
+            hint="use a directory with train.jsonl or train.parquet, a single such file, or a dataset on the hub",
         ) from error
     data = []
     for split, is_needed in (
@@ -190,22 +185,19 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
         (script.dataset_test_split, training.eval_strategy != "no"),
     ):
         if is_needed and split not in found:
-            hint = "name it with --dataset_train_split and --dataset_test_split; a directory has a file for each split"
-            raise ConfigError(f"{path} has no split {split!r}, but {', '.join(found)}", hint=hint)
+            hint = "use --dataset_train_split and --dataset_test_split; a directory needs a file for each split"
+            raise ConfigError(f"{path} has no split {split!r}, only {', '.join(found)}", hint=hint)
         rows = found.get(split)
         data.append(None if rows is None else _checked(rows, f"{path}, split {split}", training.dataset_text_field))
     return data[0], data[1]
 
 
 def _checked(rows: Any, where: str, text: str) -> Any:
-    """Return the columns to train on, after checking every row.
-
-    TRL fails on an empty row without naming it.
-    """
+    """Return the columns to train on, after checking every row. TRL fails on an empty row without naming it."""
     held = rows.column_names
     names = [name for name in ("messages", "prompt", "completion") if name in held] or [text]
     if text != "text" and text not in names:
-        say(f"--dataset_text_field has no effect: the data holds {' and '.join(names)}")
+        say(f"--dataset_text_field has no effect: the data has {' and '.join(names)}")
     if not len(rows):
         raise DataError(f"{where} has no rows")
 
@@ -215,9 +207,9 @@ def _checked(rows: Any, where: str, text: str) -> Any:
             is_chat = isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value)
             if not (is_chat or (isinstance(value, str) and name != "messages")):
                 raise DataError(
-                    f"{where}: row {number + 1} has {cut(repr(value), 200)} in the column {name}, expected a text or a "
-                    f"list of messages; there are the columns {', '.join(held)}",
-                    hint="mend or remove it, or name a column of texts with --dataset_text_field",
+                    f"{where}: row {number + 1} has {cut(repr(value), 200)} in the column {name}, expected a text or "
+                    f"a list of messages (the columns are {', '.join(held)})",
+                    hint="fix or remove the row, or select a text column with --dataset_text_field",
                 )
 
     rows.map(check, with_indices=True)
@@ -232,14 +224,14 @@ def _where_to_begin(training: Any) -> Any:
     """
     output, text = Path(training.output_dir), str(training.resume_from_checkpoint).lower()
     asked = None if text in ("none", "false", "no", "") else text in ("true", "yes") or training.resume_from_checkpoint
-    held = [] if training.save_only_model else complete_checkpoints(output)  # with which nothing can go on
+    held = [] if training.save_only_model else complete_checkpoints(output)  # these checkpoints cannot be resumed
     if is_started_again() and held:
-        say(f"started again: training goes on from the newest checkpoint in {output}")
+        say(f"restarted: training continues from the newest checkpoint in {output}")
         return True
     if held and may_be_started_again() and asked is not True and Path(asked or "").resolve() != held[0].resolve():
         raise ConfigError(
-            f"{output} holds {held[0].name} of an earlier run, and after a restart this one would go on there",
-            hint="--resume_from_checkpoint True goes on from the newest; else use another --output_dir",
+            f"{output} holds {held[0].name} of an earlier run, and a restart of this run would resume from it",
+            hint="use --resume_from_checkpoint True to resume from the newest checkpoint, or use another --output_dir",
         )
     return asked
 

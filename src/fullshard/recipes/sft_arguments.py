@@ -47,7 +47,7 @@ RENAMED = {
     "max_seq_length": "max_length",
     "evaluation_strategy": "eval_strategy",
     "log_with": "report_to",
-    "warmup_ratio": "warmup_steps",  # which below 1 is a share of all steps
+    "warmup_ratio": "warmup_steps",  # values below 1 are a fraction of all steps
 }
 NO_EFFECT = {
     "loss_chunk": "TRL computes the loss of some tokens at a time by itself",
@@ -79,11 +79,14 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
         *groups, unused, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     except ConfigError:
         raise
-    except ValueError as error:  # of a dataclass
+    except ValueError as error:  # from a dataclass
         parser.error(str(error))
     if rest:
         near = closest(rest[0], [action.dest for action in parser._actions]) if rest[0].startswith("--") else None
-        parser.error(f"unknown {rest[0]}; " + (f"did you mean --{near}?" if near else "fullshard sft --help lists all"))
+        parser.error(
+            f"unknown argument {rest[0]}; "
+            + (f"did you mean --{near}?" if near else "`fullshard sft --help` lists all arguments"),
+        )
     arguments = SFTArguments(*groups)
     script, own, training, model = arguments
     for name in NO_EFFECT:
@@ -92,7 +95,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
     if own.use_flash_attn and cuda.is_available() and find_spec("flash_attn") is not None:
         model.attn_implementation = "flash_attention_2"
     elif own.use_flash_attn:
-        say("--use_flash_attn has no effect: it needs a CUDA device and the package flash-attn; sdpa is used")
+        say("--use_flash_attn has no effect without a CUDA device and the flash-attn package; sdpa is used instead")
     if own.splits is not None:
         names = ",".join(own.splits).split(",")
         train, test = ([name for name in names if ("train" in name) is wanted] for wanted in (True, False))
@@ -101,7 +104,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
         model.lora_target_modules = model.lora_target_modules.split(",")
     if training.gradient_checkpointing_kwargs is None:
         training.gradient_checkpointing_kwargs = {"use_reentrant": own.use_reentrant}
-    if model.dtype is None:  # what is trained has float32 main weights, a frozen model is kept in what is computed in
+    if model.dtype is None:  # trained weights are float32, frozen ones have the compute dtype
         half = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
         model.dtype = half if model.use_peft else "float32"
     _check(arguments)
@@ -113,13 +116,13 @@ def _check(arguments: SFTArguments) -> None:
     if script.dataset_streaming:
         raise ConfigError("--dataset_streaming is not supported", hint="name a dataset that fits on the disk")
     if own.muon and training.optim_args:
-        raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
+        raise ConfigError("--optim_args is only for Transformers' own optimizers, but --optim is muon")
     require_trackers(training.report_to, "--report_to")
     paths = ((model, "model_name_or_path"), (script, "dataset_name"))
     for group, name in (*paths, (training, "output_dir"), (training, "resume_from_checkpoint")):
         try:
             if (group, name) in paths and getattr(group, name) is None:
-                raise ConfigError("it is missing", hint="give a directory or a hub name")
+                raise ConfigError("this argument is required", hint="use a directory or a hub name")
             if getattr(group, name) is not None:
                 setattr(group, name, local_name(getattr(group, name)))
             if (group, name) in paths:
@@ -138,7 +141,7 @@ def _in_file(path: Path, parser: Any) -> list[str]:
     words: list[str] = []
     for entry in read_document(path):
         value = entry.plain
-        if entry.key == "max_length" and value is None:  # but for this one, where it is TRL's for no limit
+        if entry.key == "max_length" and value is None:  # for max_length, null means no limit in TRL
             parser.set_defaults(max_length=None)
         elif value is not None and entry.key not in GROUPS:
             values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
@@ -158,16 +161,18 @@ def make_parser() -> Any:
     class Parser(trl.TrlParser):
         def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
             found, rest = super().parse_known_args(args, namespace)
-            if found.optim == "muon":  # which Transformers does not know
+            if found.optim == "muon":  # Transformers does not support it
                 found.muon, found.optim = True, self.get_default("optim")
             return found, rest
 
-        def error(self, message: str) -> NoReturn:  # argparse's prints all flags there are, and ends the process
-            raise ConfigError(f"the settings are not accepted: {message}")
+        def error(self, message: str) -> NoReturn:  # argparse's prints all flags and exits
+            raise ConfigError(f"invalid settings: {message}")
 
     def ratio(word: str) -> float:
         if float(word) >= 1:
-            raise argparse.ArgumentTypeError("a ratio is below 1, because --warmup_steps counts steps from 1 on")
+            raise argparse.ArgumentTypeError(
+                "a warmup ratio must be less than 1, because --warmup_steps treats larger values as numbers of steps"
+            )
         return float(word)
 
     groups: Any = (trl.ScriptArguments, OwnArguments, SFTConfig, trl.ModelConfig)
@@ -183,7 +188,7 @@ def make_parser() -> Any:
         like = {name: getattr(known[new], name) for name in ("nargs", "const", "choices", "default")}
         parser.add_argument(*names, dest=new, type=kind, help=f"Another name of --{new}.", **like)
     for name, reason in NO_EFFECT.items():
-        if name in known:  # one of TRL's: None says that it is not given
+        if name in known:  # a flag of TRL: None means that it is not given
             parser.set_defaults(**{name: None})
             continue
         names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))

@@ -74,7 +74,7 @@ def train(arguments: TrainArguments) -> None:
     with contextlib.ExitStack() as held:
         accelerator = RunAccelerator(arguments)
         environment, say = accelerator.process.environment, accelerator.say
-        # Nothing is looked at, written or removed before the directories are this job's alone.
+        # Nothing is read, written or removed before this job has exclusive use of the directories.
         run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
         if arguments.checkpoint_dir is not None:
             run_on_main(environment, lambda: held.enter_context(lease(arguments.checkpoints)))
@@ -97,7 +97,7 @@ def train(arguments: TrainArguments) -> None:
             else:
                 why = "saved and stopped because of a signal"
                 run_on_main(environment, lambda: JOURNAL.note(Happening.PREEMPTION, why))
-                say(f"stopped by a signal after step {last_step}; the same command goes on from there")
+                say(f"stopped by a signal after step {last_step}; the same command continues from there")
             if arguments.plot:
                 path = arguments.output_dir / "report.html"
                 run_on_main(environment, lambda: write_report([arguments.output_dir], path))
@@ -122,7 +122,7 @@ class RunAccelerator(Accelerator):
             fsdp_plugin=arguments.run_config(),
             log_with=arguments.trackers or None,
             project_config=ProjectConfiguration(logging_dir=str(arguments.output_dir / "tensorboard")),
-            # The loop takes its loss in float32, so the dtypes of the precision are enough.
+            # The loop computes its loss in float32, so the dtypes in the precision settings suffice.
             kwargs_handlers=[AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout=timeout)],
         )
 
@@ -158,12 +158,12 @@ class Run:
         }
         plan = plan_run(model, arguments.run_config(), self.environment, self.device, self.say, **job)
         if plan is not None:
-            speed = "" if plan.cluster.device.is_cpu else f", MFU {plan.time.mfu:.1%}"  # a CPU's peak is unmeasured
+            speed = "" if plan.cluster.device.is_cpu else f", MFU {plan.time.mfu:.1%}"  # the peak of a CPU is unknown
             self.say(f"plan: the run needs {format_nbytes(plan.memory.needed)} per rank{speed}")
         if arguments.loss_chunk is not None:
             use_chunked_loss(model, tokens=arguments.loss_chunk)
         self.model = accelerator.prepare(model)
-        # From here on only dropout draws random numbers, and ranks must not draw the same ones.
+        # From here on only dropout uses random numbers, and they must differ between ranks.
         torch.manual_seed(arguments.seed + accelerator.process_index)
         self.optimizer: Any = accelerator.prepare(self._make_optimizer())
         self.ema = None if arguments.ema_decay is None else EMA(self.model, arguments.ema_decay)
@@ -184,8 +184,8 @@ class Run:
     def loop(self, step: int) -> int:
         """Run the steps after `step` and return the last one completed. A signal may stop the run early."""
         arguments, skipped, stood_still, stops = self.arguments, 0, 0.0, False
-        window, tokens = time.perf_counter(), 0  # over which tokens per second are counted
-        first, last = step + 3, step + 5  # those that are profiled: the first two are slow
+        window, tokens = time.perf_counter(), 0  # for the tokens per second
+        first, last = step + 3, step + 5  # the profiled steps: the first two are slow
         profile = ProfileKwargs(output_trace_dir=str(arguments.output_dir / "profile"))
         reset_memory_peak(self.device)
         with contextlib.ExitStack() as profiled, self._sink(step) as sink:
@@ -211,12 +211,12 @@ class Run:
                 due, stood_still = bool(arguments.save_every) and step % arguments.save_every == 0, 0.0
                 if due or stops or step == arguments.steps:
                     stood_still = self._save(step)
-                if due or step % arguments.log_every == 0:  # a line's rate is of its own steps, without saving
+                if due or step % arguments.log_every == 0:  # a rate covers the steps of its line, without saving
                     window, tokens = time.perf_counter(), 0
                 if self.copies is not None and step < arguments.steps and not stops:
                     self.copies.after_step(step, **self._state_after(step))
         if arguments.profile and step < last:
-            self.say(f"profile: not of three steps, because the run ended after step {step}")
+            self.say(f"profile: fewer than three steps, because the run ended after step {step}")
         return step
 
     def _sink(self, last_step: int) -> contextlib.AbstractContextManager[JsonlSink | None]:
@@ -231,7 +231,7 @@ class Run:
         sequences, order = self.data.train, {"batch_size": arguments.batch_size, "seed": arguments.seed}
         batch = self._read(sequences, batch_of(step - 1, len(sequences), **order))
         waited = time.perf_counter() - begin
-        # Gradients are averaged over the ranks; the mean wanted is over the tokens of all of them together.
+        # Gradients are averaged over ranks, but the loss must be the mean over the tokens of all ranks.
         weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)
         loss_sum, norm = 0.0, None
         for number, micro_batch in enumerate(batch, start=1):
@@ -269,10 +269,7 @@ class Run:
         return self.accelerator.gather(own).cpu()  # type: ignore[no-any-return]
 
     def _report(self, step: int, sink: JsonlSink | None, values: Values, **counted: Any) -> None:
-        """Report a step over all ranks. Collective.
-
-        If a value is not finite, stop before it reaches a checkpoint.
-        """
+        """Report a step over all ranks. Collective. If a value is not finite, stop before it reaches a checkpoint."""
         arguments, (loss_sum, norm, seconds, waited) = self.arguments, values
         rows = self._gather(loss_sum, waited, memory_nbytes(self.device))
         tokens = arguments.batch_size * arguments.seq_len
@@ -291,12 +288,12 @@ class Run:
             self.accelerator.log(metrics.scalars(), step)
         if step % arguments.log_every == 0 or step == arguments.steps:
             self.say(metrics.line(arguments.steps))
-        # In fp16 the scaler passes over gradients that overflow.
+        # In fp16 the scaler skips steps whose gradients overflow.
         total = metrics.loss + (norm or 0.0 if arguments.precision != "fp16" else 0.0)
         if not (self.optimizer.step_was_skipped or math.isfinite(total)):
             raise NonFiniteError(
-                f"step {step} has loss {metrics.loss} and gradient norm {norm}; the run has stopped, and its last "
-                "checkpoint is from before",
+                f"step {step} has loss {metrics.loss} and gradient norm {norm}, so the run has stopped; its last "
+                "checkpoint is older than this step",
                 hint="lower --lr, or compute in bf16 or fp32",
             )
 
@@ -316,7 +313,7 @@ class Run:
     def _save(self, step: int) -> float:
         """Save a checkpoint after `step` steps and return for how many seconds training was blocked. Collective."""
         begin, path = time.perf_counter(), self.arguments.checkpoints / f"step-{step:06d}"
-        # Only an incomplete or damaged one can be there: the run would have gone on from a whole one.
+        # An existing one must be incomplete or damaged: the run would have resumed from a complete one.
         state = self._state_after(step) | {"total_limit": self.arguments.keep_checkpoints, "overwrite": True}
         checkpoint.save_checkpoint(path, **state)
         self.say(f"checkpoint: {path}")
@@ -332,14 +329,14 @@ class Run:
             if (extra := self.copies.load(newer_than=newest, **self._state())) is not None:
                 self.say(f"resume: from copies in host memory, after step {extra['step']}")
                 return int(extra["step"])
-        decays = [group["weight_decay"] for group in self.optimizer.param_groups]  # of this run, which may have changed
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]  # of this run: they may have changed
         for path in paths:
             try:
                 extra = checkpoint.load_checkpoint(path, **self._state())
             except DamagedError as error:
                 if path is paths[-1]:
                     raise
-                self.say(f"resume: {path} is passed over, because it is damaged: {error}")
+                self.say(f"resume: {path} is skipped because it is damaged: {error}")
                 continue
             for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
                 group["weight_decay"] = decay
@@ -392,7 +389,7 @@ class Run:
         seq_len, tokenizer = self.arguments.seq_len, self.data.tokenizer
         prompt = (self.data.held_out or self.data.train).read([0])[0][:, : min(16, seq_len // 2)].to(self.device)
         most = min(self.arguments.sample_tokens, seq_len - prompt.shape[1])
-        # The likeliest token, so that all ranks write alike; the penalty keeps a small model out of loops.
+        # Greedy, so that all ranks write the same text. The penalty keeps a small model out of loops.
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "repetition_penalty": 1.2}
         options |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": tokenizer.eos_token_id}
         self.model.eval()
@@ -435,8 +432,9 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
         return arguments
     if arguments.batch_size < ranks[1]:
         raise ConfigError(
-            f"--batch-size {arguments.batch_size} on up to {ranks[1]} ranks: some would have nothing to do",
-            hint=f"use {ranks[1]} or more, or fewer hosts",
+            f"--batch-size {arguments.batch_size} is too small for up to {ranks[1]} ranks: some would have no "
+            "sequences",
+            hint=f"use a batch size of at least {ranks[1]}, or fewer hosts",
         )
     most = math.ceil(arguments.batch_size / ranks[1])
     return arguments.model_copy(update={"micro_batch_size": min(arguments.micro_batch_size or most, most)})
@@ -450,7 +448,7 @@ def look_ahead(arguments: TrainArguments) -> list[Location]:
         read_config(arguments.model)
     if not os.access(arguments.output_dir, os.W_OK):
         raise ConfigError(f"cannot write to {arguments.output_dir}", hint="use another --output-dir")
-    # Names, not clocks, say which is the newest.
+    # The name, not the time, determines the newest.
     found = checkpoint.whole_checkpoints(arguments.checkpoints)
     steps = {path: int(match[1]) for path in found if (match := _NAME.fullmatch(path.name))}
     return sorted(steps, key=lambda path: steps[path], reverse=True)
@@ -465,19 +463,19 @@ def require_same_run(paths: Sequence[Location], arguments: TrainArguments, check
         return
     path, extra = paths[0], read_manifest(paths[0]).states.get("extra")
     if not isinstance(extra, dict) or not extra.keys() >= {"step", "data_crc32c", "arguments"}:
-        raise ConfigError(f"{path} is no checkpoint of `fullshard train`", hint="use another --output-dir")
+        raise ConfigError(f"{path} is not a checkpoint of `fullshard train`", hint="use another --output-dir")
     step, crc32c, saved = (decode_value(extra[name], {}) for name in ("step", "data_crc32c", "arguments"))
     now = arguments.model_dump(mode="json")
     names = [name for name in (_STREAM if crc32c == checksum else _STREAM + _DATA) if saved.get(name) != now[name]]
     found = [f"{arguments.spelled(name)} was {saved.get(name)} and is {now[name]}" for name in names]
-    if saved.get("ema_decay") is not None and arguments.ema_decay is None:  # a loader leaves what is not asked for
+    if saved.get("ema_decay") is not None and arguments.ema_decay is None:  # loading ignores unrequested state
         found.append(f"--ema-decay was {saved['ema_decay']} and is not given")
     if found or crc32c != checksum:
-        what = "; ".join(found) or "what --data names, or the tokenizer, has changed since"
-        hint = "use the same data and settings, or another --output-dir; or remove the checkpoints, to begin anew"
+        what = "; ".join(found) or "the data or the tokenizer has changed since"
+        hint = "use the same data and settings, use another --output-dir, or remove the checkpoints to start again"
         raise ConfigError(f"{path} belongs to another run: {what}", hint=hint)
     if step > arguments.steps:
-        raise ConfigError(f"the checkpoint {path} is {step} steps in, more than --steps {arguments.steps}")
+        raise ConfigError(f"the checkpoint {path} was saved after {step} steps, but --steps is {arguments.steps}")
 
 
 def run(arguments: TrainArguments) -> None:

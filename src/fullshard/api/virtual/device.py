@@ -267,10 +267,7 @@ class VirtualDevice(torch_private.DispatchMode):
             yield self
 
     def _imagined_by(self, function: Any) -> Any:
-        """Wrap a function of torch that uses tensors only to infer shapes.
-
-        Tensors that it creates take no memory.
-        """
+        """Wrap a function of torch that uses tensors only to infer shapes. Tensors that it creates take no memory."""
 
         def imagine(*given: Any) -> Any:
             self._imagined += 1

@@ -86,10 +86,7 @@ class Simulation:
 
 
 class NoWeights:
-    """Act as a source that has every parameter but loads nothing.
-
-    On the meta device there is no data to load.
-    """
+    """Act as a source that has every parameter but loads nothing. On the meta device there is no data to load."""
 
     def start(self, *_: Any) -> None:
         """Do nothing. Buffers come with the model and lose their data when they move to the meta device."""
@@ -197,10 +194,7 @@ def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) ->
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
-    """Return a function that builds the model of a `config.json`.
-
-    It is a causal model or an encoder-decoder model.
-    """
+    """Return a function that builds the model of a `config.json`. It is a causal model or an encoder-decoder model."""
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
