@@ -115,12 +115,12 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
         model.save_pretrained(f"{directory}/alone")
     elif is_main:
         full_state.ALONE_SECONDS = 0.1
-        with pytest.raises(LifecycleError, match="would write this rank's intervals"):
+        with pytest.raises(LifecycleError, match="would save this rank's intervals"):
             model.save_pretrained(f"{directory}/alone")
     weights = checkpoint.full_state_dict(model)
     if strategy == "FULL_SHARD" and accelerator.num_processes > 1:
         accelerator.end_training()
-        with pytest.raises(LifecycleError, match="would write this rank's intervals"):
+        with pytest.raises(LifecycleError, match="would save this rank's intervals"):
             model.save_pretrained(f"{directory}/ended")
         with pytest.raises(CheckpointError, match="sharded over 2 ranks, which this process has left"):
             checkpoint.full_state_dict(model)

@@ -185,7 +185,7 @@ def _looks(accelerator: Accelerator) -> list[list[int]]:
     if is_first:
         list(other)
     backward()  # of no loop
-    differ = "rank 0 in that of epoch 4, rank 1 in that of epoch 3; so some"
+    differ = "rank 0 in the order of epoch 4, rank 1 in the order of epoch 3; some"
     for (values,) in other:
         for each in (values, values.tolist()):
             with pytest.raises(DataError, match=differ):
@@ -486,7 +486,7 @@ def test_fp16_overflow_on_one_rank_skips_the_step_everywhere() -> None:
 def _refusals() -> str:
     accelerator = Accelerator()
     model = accelerator.prepare(make_model())
-    with pytest.raises(OptimizerError, match="Adafactor needs whole tensors"):
+    with pytest.raises(OptimizerError, match="Adafactor needs complete tensors"):
         accelerator.prepare(torch.optim.Adafactor(model.parameters()))
     with pytest.raises(OptimizerError, match="was not prepared"):
         accelerator.unscale_gradients(torch.optim.SGD(model.parameters()))

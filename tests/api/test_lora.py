@@ -391,7 +391,7 @@ def misused(directory: str) -> None:
     model = Accelerator(cpu=True).prepare(adapted("plain"))
     base = model.get_base_model()
     for one, state in ((model, model.state_dict()), (base, None), (base, model.state_dict())):
-        with pytest.raises(LifecycleError, match="save_pretrained would write this rank's intervals"):
+        with pytest.raises(LifecycleError, match="save_pretrained would save this rank's intervals"):
             one.save_pretrained(directory, state_dict=state)
     with pytest.raises(LifecycleError, match="add_adapter on a sharded"):
         model.add_adapter("late", LoraConfig(r=2, target_modules="all-linear"))
@@ -418,7 +418,7 @@ def misused(directory: str) -> None:
         lambda whole: create_riemannian_optimizer(whole, torch.optim.SGD, lr=0.1),
     ):
         whole = adapted("plain")
-        with pytest.raises(OptimizerError, match="Optimizer needs whole tensors"):
+        with pytest.raises(OptimizerError, match="Optimizer needs complete tensors"):
             Accelerator(cpu=True).prepare(whole, make(whole))
     assert not list(Path(directory).iterdir())
     weights = full_state_dict(model)

@@ -80,7 +80,7 @@ def test_it_is_one_of_torchs_and_nothing_of_that_is_reached() -> None:
         _ = state(pair[0])._fsdp_param_group._all_gather_comm
     module._set_unshard_async_op(True)
     for private in (torchs.share_comm_ctx, lambda modules: torchs.FSDPModule._set_unshard_async_op(modules[0], True)):
-        with pytest.raises(LifecycleError, match="import from fullshard what you import from torch"):
+        with pytest.raises(LifecycleError, match="import from fullshard what the script imports from torch"):
             private([module])
     assert {"fully_shard", "register_fsdp_forward_method", "UnshardHandle", "share_comm_ctx"} <= set(fullshard.__all__)
 

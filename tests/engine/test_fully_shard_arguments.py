@@ -190,7 +190,7 @@ def unregistered() -> None:
     with pytest.raises(RuntimeError) as raised:
         model.blocks[1].encode(batch(0, 0))
     [note] = raised.value.__notes__
-    assert f"rank {dist.get_rank()}, unit 'blocks.1': Encoder.encode was called past forward" in note
+    assert f"rank {dist.get_rank()}, unit 'blocks.1': Encoder.encode was called outside of forward" in note
     assert "hint: call fullshard.register_fsdp_forward_method(module, 'encode')" in note
 
 
@@ -404,7 +404,7 @@ def test_other_memory_formats_are_refused(device: str) -> None:
     """An interval has none; convolutions compute in the format of their inputs."""
     with torch.device(device):
         model = fully_shard(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
-    with pytest.raises(LifecycleError, match=r"cannot turn 0\.weight into torch\.channels_last(.|\n)*hint: .*inputs"):
+    with pytest.raises(LifecycleError, match=r"cannot convert 0\.weight to torch\.channels_last(.|\n)*hint: .*inputs"):
         model.to(memory_format=torch.channels_last)
     with pytest.raises(LifecycleError, match="channels_last"):
         torch.empty_like(model[0].weight, memory_format=torch.channels_last)

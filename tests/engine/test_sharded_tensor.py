@@ -351,13 +351,13 @@ def refuse_to_lay_out() -> None:
     mesh, placements = parameter.device_mesh, parameter.placements
     leaf = torch.zeros(parameter.shape, dtype=parameter.dtype, requires_grad=True)
     assert distribute_tensor(leaf, mesh, placements).requires_grad  # as torch's
-    with pytest.raises(LifecycleError, match=r"4 elements of an interval do not tell the shape of the whole"):
+    with pytest.raises(LifecycleError, match=r"an interval of 4 elements does not determine the shape"):
         DTensor.from_local(torch.zeros(4), mesh, placements)
     with pytest.raises(LifecycleError, match=r"rank \d has \d+ elements of a tensor .*, not 1\b"):
         DTensor.from_local(torch.zeros(1), mesh, placements, shape=parameter.shape)
     with pytest.raises(LifecycleError, match="nothing is sharded over"):
         DTensor.from_local(torch.zeros(1), DeviceMesh("cpu", mesh.mesh.flip(0)), placements, shape=parameter.shape)
-    with pytest.raises(LifecycleError, match=r"that was computed with gradients is to be laid out"):
+    with pytest.raises(LifecycleError, match=r"that requires gradients cannot be distributed like"):
         (parameter.redistribute(placements=[Replicate()]) * 2).redistribute(placements=placements)
 
 
@@ -503,7 +503,9 @@ def check_norms_in_place() -> None:
         made: Any = norm + one
         made.add_(one)
         assert float(norm) == float(kept) and float(made) == pytest.approx(float(norm) + 2)
-    with pytest.raises(LifecycleError, match=r"computed of head\.weight and a plain tensor with a gradient"):
+    with pytest.raises(
+        LifecycleError, match=r"a result of head\.weight in place with a plain tensor that has a gradient"
+    ):
         build_sharded(Stack, BLOCKS).get_parameter("head.weight").norm().add_(one.clone().requires_grad_())
 
 
@@ -578,7 +580,7 @@ def refuse_mixtures() -> dict[str, str]:
         try:
             make(model, model(batch(0, rank))).backward()
         except LifecycleError as error:
-            if not re.search("plain tensor|no graph has", str(error)):
+            if not re.search("plain tensor|autograd graph contains", str(error)):
                 wrong[name] = str(error)
         except Exception as error:
             wrong[name] = repr(error)
@@ -726,13 +728,25 @@ def add_to_replicated(model: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "all_reduce of gradients": (lambda m: dist.all_reduce(m.embed.weight.grad), "a collective of embed.weight"),
-    "broadcast of weights": (lambda m: dist.broadcast(m.embed.weight.data, 0), "a collective of embed.weight"),
-    "broadcast of parameters": (lambda m: dist.broadcast(m.embed.weight, 0), "a collective of embed.weight"),
-    "all_gather": (lambda m: dist.all_gather([m.embed.weight] * 2, m.embed.weight), "a collective of embed.weight"),
+    "all_reduce of gradients": (
+        lambda m: dist.all_reduce(m.embed.weight.grad),
+        "a collective was called with embed.weight",
+    ),
+    "broadcast of weights": (
+        lambda m: dist.broadcast(m.embed.weight.data, 0),
+        "a collective was called with embed.weight",
+    ),
+    "broadcast of parameters": (
+        lambda m: dist.broadcast(m.embed.weight, 0),
+        "a collective was called with embed.weight",
+    ),
+    "all_gather": (
+        lambda m: dist.all_gather([m.embed.weight] * 2, m.embed.weight),
+        "a collective was called with embed.weight",
+    ),
     "weights of a plain model": (take_weights, "plain tensor"),
     "an unsharded average": (lambda _: average_unsharded(build_sharded(Stack, BLOCKS)), "plain tensor"),
-    "remove_weight_norm": (remove_norm, "normed.weight.*was put into the model"),
+    "remove_weight_norm": (remove_norm, "normed.weight.*was added to the model"),
     "a column": (change_a_column, "would change a copy of embed.weight"),
     "an element of a column": (lambda m: m.embed.weight.data[:, 0][1].zero_(), "would change a copy of embed.weight"),
     "a transposed row": (lambda m: m.embed.weight.data.T[0].zero_(), "would change a copy of embed.weight"),
@@ -741,15 +755,18 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "transposed in place": (lambda m: m.embed.weight.data.t_(), "`t_` of embed.weight would change more than"),
     "two results": (sort_into, "`sort` of embed.weight would change more than"),
     "noise": (lambda m: functional.rrelu(m.embed.weight.data, training=True), "rrelu.* of embed.weight would change"),
-    "gradients from autograd": (lambda m: torch.autograd.grad(m(batch(0, 0)).sum(), [*m.parameters()]), "no graph has"),
-    "dlpack": (lambda m: torch.from_dlpack(m.embed.weight.data), "embed.weight has no memory of its own"),
-    "other data": (lambda m: setattr(m.embed.weight, "data", torch.zeros(WIDTH, WIDTH)), "cannot give"),
+    "gradients from autograd": (
+        lambda m: torch.autograd.grad(m(batch(0, 0)).sum(), [*m.parameters()]),
+        "autograd graph contains",
+    ),
+    "dlpack": (lambda m: torch.from_dlpack(m.embed.weight.data), "embed.weight has no storage"),
+    "other data": (lambda m: setattr(m.embed.weight, "data", torch.zeros(WIDTH, WIDTH)), "cannot assign data"),
     "another gradient": (lambda m: setattr(m.embed.weight, "grad", torch.zeros(2)), "gradient of embed.weight: got a"),
     "pickle": (lambda m: pickle.dumps(m.embed.weight), "cannot pickle embed.weight"),
     "pickle of a gradient": (lambda m: pickle.dumps(m.embed.weight.grad), "cannot pickle embed.weight"),
     "pickle of a state dict": (lambda m: torch.save(m.state_dict(), "weights.pt"), "cannot pickle"),
-    "safetensors": (lambda m: save_file(m.state_dict(), "weights.safetensors"), "has no memory"),
-    "memory": (lambda m: m.embed.weight.untyped_storage(), "embed.weight has no memory of its own"),
+    "safetensors": (lambda m: save_file(m.state_dict(), "weights.safetensors"), "has no storage"),
+    "memory": (lambda m: m.embed.weight.untyped_storage(), "embed.weight has no storage"),
 }
 
 

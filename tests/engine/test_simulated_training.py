@@ -117,7 +117,7 @@ def _lost_class() -> None:
 
 
 def test_a_parameter_whose_class_is_lost_on_the_way_to_the_device_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="of type Losing becomes a Tensor on its way to simulated"):
+    with pytest.raises(RuntimeError, match="of type Losing becomes a Tensor when moved to simulated"):
         on_device(_lost_class)
 
 

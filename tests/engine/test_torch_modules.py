@@ -266,7 +266,7 @@ def parametrize_after(model: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "DistributedDataParallel": (nn.parallel.DistributedDataParallel, "DistributedDataParallel around a sharded Around"),
     "DataParallel": (lambda m: m._replicate_for_data_parallel(), "DataParallel around a sharded Around"),
-    "weight_norm, hook": (lambda m: nn.utils.weight_norm(m.inner), r"inner\.weight_g, of shape .* was put into"),
+    "weight_norm, hook": (lambda m: nn.utils.weight_norm(m.inner), r"inner\.weight_g of shape .* was added to"),
     "spectral_norm, hook": (lambda m: nn.utils.spectral_norm(m.inner), r"inner\.weight_orig"),
     "a parametrization": (parametrize_after, r"`set_` of inner\.weight .*\n.*register parametrizations before"),
     "pruning": (prune_after, r"inner\.weight_orig"),

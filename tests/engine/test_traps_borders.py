@@ -45,7 +45,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 def refused(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     with pytest.raises((LifecycleError, dcp.api.CheckpointException)) as caught:
         function(*args, **options)
-    assert "this rank has elements" in str(caught.value) and "save_checkpoint" in str(caught.value), caught.value
+    assert "this rank holds only elements" in str(caught.value) and "save_checkpoint" in str(caught.value), caught.value
 
 
 def async_save(state: dict[str, Any], directory: str) -> None:
@@ -80,7 +80,7 @@ def check_files() -> None:
     vector: Any = nn.utils.parameters_to_vector(model.parameters())
     nn.utils.vector_to_parameters(vector * 2, model.parameters())
     torch.testing.assert_close(nn.utils.parameters_to_vector(model.parameters()), vector * 2)
-    with pytest.raises(LifecycleError, match="cannot give sharded parameter"):
+    with pytest.raises(LifecycleError, match="cannot assign data to sharded parameter"):
         nn.utils.vector_to_parameters(vector.full_tensor(), model.parameters())
     with pytest.raises(LifecycleError):
         torch.optim.swa_utils.AveragedModel(model)
@@ -277,7 +277,10 @@ def test_parameters_that_wrap_other_tensors_are_refused_by_name() -> None:
     for weight, message in (
         (nn.Parameter(Wrapper(values)), r"1\.weight: a parameter of type Wrapper wraps other tensors"),
         (nn.Parameter(Wrapper(values), requires_grad=False), r"1\.weight: .*\n.*ignored_params"),
-        (Gathering(values), r"1\.weight: a parameter of type Gathering says by `fsdp_pre_all_gather`"),
+        (
+            Gathering(values),
+            r"1\.weight: a parameter of type Gathering defines its own all-gather with `fsdp_pre_all_gather`",
+        ),
     ):
         model = with_weight(weight)
         for shard in (fully_shard, functools.partial(shard_model, unit_modules=[model[0]])):  # type: ignore[index]
@@ -311,7 +314,7 @@ def check_dtensors() -> None:
     for rows in (4, 7):
         model = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 4))
         parallelize_module(model, mesh, {"0": ColwiseParallel()})
-        with pytest.raises(WrapError, match=r"0\.weight, 0\.bias: a DTensor over .*no other axis"):
+        with pytest.raises(WrapError, match=r"0\.weight, 0\.bias: the parameter is a DTensor over .*not another axis"):
             fully_shard(model)
 
 

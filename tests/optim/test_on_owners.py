@@ -191,7 +191,7 @@ def save(directory: str, name: str) -> None:
     optimizer = made(model, name)
     step_with(model, optimizer, steps=STEPS - 2)
     save_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
-    with pytest.raises(OptimizerError, match=r"is kept by the owners of its matrices\n.*save_checkpoint"):
+    with pytest.raises(OptimizerError, match=r"is stored by the ranks that own its matrices\n.*save_checkpoint"):
         optimizer.state_dict()
 
 
@@ -274,7 +274,9 @@ def check_refused() -> None:
     optimizer = OnOwners(model.parameters(), Whitened)
     step_with(model, optimizer, steps=2)
     model[0].requires_grad_(False)
-    with pytest.raises(OptimizerError, match=r"would get another owner, without its state\nhint: save a checkpoint"):
+    with pytest.raises(
+        OptimizerError, match=r"would get a new owner that does not have its state\nhint: save a checkpoint"
+    ):
         step_with(model, optimizer, first=2, steps=3)
 
 

@@ -456,7 +456,7 @@ def bad_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("bad_batch")
 def test_a_step_that_is_not_finite_is_left_out(run: Runner, reference: list[StepMetrics]) -> None:
-    with pytest.warns(UserWarning, match=r"step 3 of this process: .*; the step is left out \(1 so far\)"):
+    with pytest.warns(UserWarning, match=r"step 3 of this process: .*; the step is skipped \(1 so far\)"):
         losses = _losses(run(nonfinite_gradients="skip", held_out=0))
     assert math.isnan(losses[2]) and all(map(math.isfinite, losses[:2] + losses[3:]))
 

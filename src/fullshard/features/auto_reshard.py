@@ -26,7 +26,7 @@ from fullshard.engine.lookup import require_unit, require_units
 from fullshard.engine.schedule import Schedule
 
 STEPS_BEFORE_MEASURING = 2
-"""The second step is the first that runs beside the optimizer's state."""
+"""The second step is the first in which optimizer state is allocated throughout."""
 
 
 def keep_unsharded(
@@ -61,7 +61,7 @@ def keep_unsharded(
             say(_keep(schedule, round(SPENT * measure()), why))
 
     schedule.after_step = decide
-    say(f"auto reshard: decided after {STEPS_BEFORE_MEASURING} steps, by the memory that is then free")
+    say(f"auto reshard: will be decided after {STEPS_BEFORE_MEASURING} steps, based on the free memory")
 
 
 def keep_head(head: nn.Module) -> None:
@@ -83,7 +83,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
     inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are kept in any case
     free = [unit for unit in inner if not unit.freed_nbytes]
     if len(free) == len(inner):
-        budget_nbytes, why = None, "freeing them would give nothing back: ranks share memory, or own it all"
+        budget_nbytes, why = None, "freeing them would release no memory: ranks share it, or this rank owns all of it"
     else:
         budget_nbytes = min(root.mesh.all_gather_object(budget_nbytes))
     costly = [unit for unit in schedule.units_by_backward() if unit in inner and unit not in free]
@@ -106,8 +106,8 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
     if device.type != "cpu":
         if not counts_memory(device.type):
             raise ConfigError(
-                f"auto reshard: {device.type} does not tell how much of its memory is free",
-                hint="give it true or false, or a budget: unsharded_memory_gib",
+                f"auto reshard: the device type {device.type} does not report its free memory",
+                hint="set reshard_after_forward to true or false, or set a budget with unsharded_memory_gib",
             )
         free, _ = torch.accelerator.get_memory_info(device)
         idle = torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
@@ -117,8 +117,8 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
         status = Path("/proc/self/status").read_text()
     except OSError as error:
         raise ConfigError(
-            f"auto reshard: this system does not say how much memory is free ({error})",
-            hint="give a budget: unsharded_memory_gib",
+            f"auto reshard: this system does not report its free memory ({error})",
+            hint="set a budget with unsharded_memory_gib",
         ) from None
     ups_and_downs = _kib(status, "VmHWM") - _kib(status, "VmRSS")
     return max(0, available // ranks_on_host - ups_and_downs)

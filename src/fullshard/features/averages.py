@@ -21,7 +21,7 @@ from fullshard.engine.parameter import ShardedParameter, are_same, sharded_param
 from fullshard.engine.sharded_tensor import ShardedTensor
 
 _HALF = (torch.bfloat16, torch.float16)
-_ANEW = "make fullshard.EMA(model, ...) once the model is sharded and what trains is unfrozen"
+_ANEW = "create fullshard.EMA(model, ...) after the model is sharded and its trainable parameters are unfrozen"
 
 
 class EMA:
@@ -70,10 +70,10 @@ class EMA:
             _check_decay(decay)
         self._names, self._parameters = _trained(model)
         if not self._parameters:
-            raise LifecycleError(f"EMA: no parameter of {type(model).__name__} trains", hint=_ANEW)
+            raise LifecycleError(f"EMA: {type(model).__name__} has no trainable parameter", hint=_ANEW)
         on_meta = next((name for name, p in zip(self._names, self._parameters, strict=True) if p.is_meta), None)
         if on_meta is not None:
-            raise LifecycleError(f"EMA: {on_meta} is on the meta device, so there is nothing to average", hint=_ANEW)
+            raise LifecycleError(f"EMA: {on_meta} is on the meta device and has no values to average", hint=_ANEW)
         self._averages = [_copy(_local(p), device) for p in self._parameters]
 
     @torch.no_grad()
@@ -85,7 +85,9 @@ class EMA:
             ConfigError: `decay` did not return a number from 0 to 1.
         """
         if self._is_swapped:
-            raise LifecycleError("EMA.update() inside `with ema.swapped()`, where the weights are the averages")
+            raise LifecycleError(
+                "EMA.update() was called inside `with ema.swapped()`, where the averages replace the weights"
+            )
         self._check_model()
         decay = self._decay(self.updates) if callable(self._decay) else self._decay if self.updates else 0.0
         _check_decay(decay)
@@ -108,7 +110,7 @@ class EMA:
                 it. Such changes are lost.
         """
         if self._is_swapped:
-            raise LifecycleError("ema.swapped() inside ema.swapped()")
+            raise LifecycleError("ema.swapped() was entered inside another ema.swapped()")
         self._check_model()
         weights = [_local(parameter) for parameter in self._parameters]
         self._rest()
@@ -124,8 +126,8 @@ class EMA:
             _copy_all(weights, held)
         if changed:
             raise LifecycleError(
-                f"{changed[0]} ({len(changed)} in all) was changed inside `with ema.swapped()`, and is as before again",
-                hint="train, load and step outside of it",
+                f"{changed[0]} ({len(changed)} in all) was changed inside `with ema.swapped()`; the change is lost",
+                hint="train, load and step outside of the block",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,12 +149,12 @@ class EMA:
         self._check_model()
         averages = state_dict["averages"]
         problems = [f"{name} is missing" for name in self._names if name not in averages]
-        problems += [f"{name} does not train here" for name in averages if name not in self._names]
+        problems += [f"{name} is not trainable in this model" for name in averages if name not in self._names]
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if name in averages and averages[name].shape != parameter.shape:
                 problems.append(f"{name} has shape {tuple(averages[name].shape)}, expected {tuple(parameter.shape)}")
         if problems:
-            raise OptimizerError("EMA: the state dict does not fit the model:\n" + "\n".join(problems))
+            raise OptimizerError("EMA: the state dict does not match the model:\n" + "\n".join(problems))
         for name, parameter, average in zip(self._names, self._parameters, self._averages, strict=True):
             average.copy_(_own(averages[name], parameter))
         self.updates = int(state_dict["updates"])
@@ -172,7 +174,7 @@ class EMA:
         return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
 
     def _check_model(self) -> None:
-        refuse_pinned(units_of(self._model), "EMA", "leave `with unsharded(model)` before")
+        refuse_pinned(units_of(self._model), "EMA", "leave `with unsharded(model)` first")
         names, parameters = _trained(self._model)
         if are_same(parameters, self._parameters):
             return
@@ -182,8 +184,8 @@ class EMA:
         else:
             others = sorted(set(names) ^ set(self._names)) or names
             raise LifecycleError(
-                f"EMA: the parameters that train are not those it was made of: {', '.join(others[:3])} "
-                f"({len(others)} in all)",
+                "EMA: the trainable parameters are not the ones that the EMA was created with: "
+                f"{', '.join(others[:3])} ({len(others)} in all)",
                 hint=_ANEW,
             )
 
@@ -203,7 +205,10 @@ def _trained(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 def _check_decay(decay: float) -> None:
     if not 0 <= decay <= 1:
-        raise ConfigError(f"EMA: decay is {decay}, expected 0 to 1", hint="0.999 keeps about the last thousand steps")
+        raise ConfigError(
+            f"EMA: decay is {decay}, expected a number from 0 to 1",
+            hint="use 0.999 to average about the last thousand steps",
+        )
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

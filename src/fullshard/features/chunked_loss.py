@@ -27,7 +27,7 @@ from fullshard.core.errors import WrapError
 from fullshard.core.user_class import inner_forward, user_class
 
 IGNORED = -100
-"""The label of a token that is no target."""
+"""The label of a token that is not a target."""
 
 _INNER = "_fullshard_forward_with_whole_logits"
 _ASKED = "_fullshard_chunked_loss"
@@ -56,12 +56,15 @@ def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
         WrapError: The model's head or loss is not of a supported type.
     """
     if tokens < 1:
-        raise WrapError(f"a chunk of {tokens} tokens", hint="use at least 1; 1024 is usual")
+        raise WrapError(
+            f"the chunk size is {tokens} tokens, expected at least 1",
+            hint="use 1024, which suits most models",
+        )
     if hasattr(model, "get_base_model"):
         unwrap: Any = model.get_base_model
         model = unwrap()
     if _INNER in model.__dict__:
-        raise WrapError(f"{type(model).__name__} computes its loss in chunks already")
+        raise WrapError(f"{type(model).__name__} already computes its loss in chunks")
     head = _head(model)
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
@@ -74,16 +77,18 @@ def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
 
 def _head(model: nn.Module) -> nn.Module:
     name = user_class(model).__name__
-    hint = "compute the loss from whole logits: leave chunks out"
+    hint = "leave out the chunk size, so that the loss is computed from complete logits"
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
-        raise WrapError(f"{name} has no output embeddings, so no loss over a vocabulary", hint=hint)
+        raise WrapError(f"{name} has no output embeddings and therefore no loss over a vocabulary", hint=hint)
     if not isinstance(head, nn.Linear) or user_class(head) is not nn.Linear:
         raise WrapError(f"the head of {name} is a {user_class(head).__name__}, not a plain linear layer", hint=hint)
     loss = getattr(model, "loss_function", None)
     if getattr(loss, "__name__", "") != "ForCausalLMLoss":
         raise WrapError(
-            f"the loss of {name} is {getattr(loss, '__name__', loss)!r}, not that of a language model", hint=hint
+            f"the loss function of {name} is {getattr(loss, '__name__', loss)!r}, expected that of a causal language "
+            "model",
+            hint=hint,
         )
     return head
 
@@ -115,10 +120,10 @@ def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
     total = targets.loss
     is_handed_through = getattr(output, "logits", None) is total
     if total is None or not is_handed_through:
-        what = "did not call the head it had" if total is None else "changes the logits that its head returns"
+        what = "did not call its original head" if total is None else "changes the logits that its head returns"
         raise WrapError(
             f"{type(model).__name__} {what}, so its loss cannot be computed in chunks",
-            hint="compute the loss from whole logits: leave chunks out",
+            hint="leave out the chunk size, so that the loss is computed from complete logits",
         )
     if count is None:
         count = (targets.labels != IGNORED).sum()
@@ -136,7 +141,10 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         return logits
     flat = hidden.reshape(-1, hidden.shape[-1])
     if len(flat) != len(targets.labels):
-        raise WrapError(f"{len(targets.labels)} labels for {len(flat)} tokens", hint="leave logits_to_keep out")
+        raise WrapError(
+            f"the batch has {len(targets.labels)} labels, but the head received {len(flat)} tokens",
+            hint="leave out logits_to_keep",
+        )
     targets.loss = chunked_cross_entropy(flat, self.weight, self.bias, targets.labels, tokens=targets.chunk)
     return targets.loss
 

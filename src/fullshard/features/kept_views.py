@@ -80,7 +80,7 @@ class _Views:
         """Replace each view with an object that raises an error, because its memory will be freed."""
         for holder, attribute, path in self._places.values():
             freed = _Freed.of(
-                f"unit {self._unit.name!r}: {path} is a view of one of its parameters, whose memory went with them"
+                f"unit {self._unit.name!r}: {path} is a view of one of its parameters, and their memory has been freed"
             )
             value = holder.get(attribute)
             hidden = map_tensors(functools.partial(self._freed, freed), value)
@@ -130,5 +130,6 @@ class _Freed(torch.Tensor):
         values = [*args, *(kwargs or {}).values()]
         found = next(each for value in values for each in _tensors_in(value) if isinstance(each, cls))
         raise LifecycleError(
-            found._why, hint="read it in forward only, keep a copy (.clone()), or return it, as outputs are copied"
+            found._why,
+            hint="use it only in forward, keep a copy (.clone()), or return it, because outputs are copied",
         )

@@ -24,7 +24,7 @@ from fullshard.engine.extension import Extension
 from fullshard.engine.parameter import are_same, sharded_parameter_of
 
 _registered = [0]
-"""The number of registrations with modules of a sharded model."""
+"""Number of registrations on modules of sharded models."""
 
 
 def _count(module: nn.Module, _name: str, _value: object) -> None:
@@ -78,15 +78,18 @@ class LateRegistration(Extension):
     def _refuse(self, path: str, parameter: nn.Parameter) -> NoReturn:
         sharded = sharded_parameter_of(parameter)
         if sharded is None:
-            why = "nobody would shard it or reduce its gradient"
+            why = "it would not be sharded, and its gradient would not be reduced"
         elif sharded.bucket.owner in self._units:
-            why = f"it is tied to {sharded.name} now, whose unit does not know of this place"
+            why = f"it is now tied to {sharded.name}, but the unit of that parameter does not update this attribute"
         else:
-            why = "its unit was made after the unit around the model"
+            why = "its unit was created after the unit of the model around it"
         raise LifecycleError(
-            f"rank {self._units[-1].mesh.rank}: parameter {path}, of shape {tuple(parameter.shape)}, "
-            f"was put into the model after it was sharded: {why}",
-            hint="add modules, adapters and parameters, tie and resize before fully_shard, shard_model or prepare",
+            f"rank {self._units[-1].mesh.rank}: parameter {path} of shape {tuple(parameter.shape)} was added to the "
+            f"model after it was sharded: {why}",
+            hint=(
+                "add modules, adapters and parameters, and tie or resize weights, before fully_shard, shard_model or "
+                "prepare"
+            ),
         )
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:

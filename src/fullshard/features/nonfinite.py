@@ -50,7 +50,7 @@ class NonFinite:
     def __str__(self) -> str:
         shown = first_of([f"{name} ({kind})" for name, kind in self.names.items()], _SHOWN)
         ranks = " and ".join(map(str, sorted(self.ranks)))
-        where = f"rank{'s' * (len(self.ranks) > 1)} {ranks}" if ranks else "a rank that is not known"
+        where = f"rank{'s' * (len(self.ranks) > 1)} {ranks}" if ranks else "an unknown rank"
         return f"gradients are not finite: {shown}; they came from {where}"
 
 
@@ -85,9 +85,12 @@ class NonFiniteGuard(Extension):
     def choose(self, policy: str, limit: int) -> None:
         """Set `policy` and `limit`."""
         if policy not in get_args(OnNonFinite):
-            raise ConfigError(f"no policy {policy!r} for gradients that are not finite", hint="use raise, skip or off")
+            raise ConfigError(f"there is no policy {policy!r} for non-finite gradients", hint="use raise, skip or off")
         if limit < 1:
-            raise ConfigError(f"a limit of {limit} steps in a row that may be left out", hint="use 1 or more")
+            raise ConfigError(
+                f"the limit of consecutive steps to skip is {limit}, expected 1 or more",
+                hint="use 1 or more",
+            )
         self.policy, self.limit = policy, limit  # type: ignore[assignment]
 
     # -- in backward --------------------------------------------------------------------------------------------
@@ -115,9 +118,9 @@ class NonFiniteGuard(Extension):
         self._is_early = self.model.backward.reducer.publishes_early
         if self._is_early and self.policy == "skip":
             raise LifecycleError(
-                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
-                "all gradients are known",
-                hint="let optimizers step after backward, or set_nonfinite_gradients('raise')",
+                "steps with non-finite gradients must be skipped, but the optimizer steps in backward, before all "
+                "gradients are known",
+                hint="let optimizers step after backward, or call set_nonfinite_gradients('raise')",
             )
 
     def doubts_gradients(self) -> bool:
@@ -147,9 +150,10 @@ class NonFiniteGuard(Extension):
             self._announce()
         if self._is_early and (finding := self._find(p.name for p in self.model.parameters())):
             raise NonFiniteError(
-                f"rank {self._mesh.rank}, step {self.model.steps + 1} of this process: {finding}; parameters whose "
-                "gradients came earlier in this backward have been updated already, and the non-finite ones have not",
-                hint="load a checkpoint; an optimizer that steps after backward would not have stepped at all",
+                f"rank {self._mesh.rank}, step {self.model.steps + 1} of this process: {finding}; parameters with "
+                "gradients computed earlier in this backward have already been updated, but those with non-finite "
+                "gradients have not",
+                hint="load a checkpoint; an optimizer that steps after backward would not have updated any parameter",
             )
 
     def _announce(self) -> None:
@@ -236,13 +240,15 @@ class NonFiniteGuard(Extension):
         if self.policy != "skip":
             raise NonFiniteError(
                 f"{where}; nothing was updated",
-                hint="look at that rank's batch, or lower the learning rate; training.nonfinite_gradients = skip "
-                "(model.set_nonfinite_gradients('skip')) leaves such steps out",
+                hint=(
+                    "inspect that rank's batch, or lower the learning rate; set training.nonfinite_gradients = skip "
+                    "(model.set_nonfinite_gradients('skip')) to skip such steps"
+                ),
             )
         self._leave_out(finding)
         if self._mesh.is_first:
             JOURNAL.note(Happening.SKIP, str(finding), skipped=self.skipped)
-            warnings.warn(f"{where}; the step is left out ({self.skipped} so far)", stacklevel=4)
+            warnings.warn(f"{where}; the step is skipped ({self.skipped} so far)", stacklevel=4)
         _left_out.add(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -253,8 +259,8 @@ class NonFiniteGuard(Extension):
         self._in_a_row += 1
         if self._in_a_row > self.limit:
             raise NonFiniteError(
-                f"{finding}; {self.limit} steps in a row have been left out before",
-                hint="lower the learning rate, or go back to an earlier checkpoint",
+                f"{finding}; {self.limit} consecutive steps have already been skipped",
+                hint="lower the learning rate, or resume from an earlier checkpoint",
             )
 
 

@@ -34,10 +34,10 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
 functions of the tensor alone nor divide it over the ranks: by package. Other such optimizers see the whole tensor."""
 
 _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
-"""The ones among these that update whole parameters in hooks of their own, as gradients appear."""
+"""Those of the above that update unsharded parameters in their own hooks when gradients arrive."""
 
 _OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
-"""Packages whose optimizers update a parameter by itself."""
+"""Packages with optimizers that update each parameter independently."""
 
 
 class OptimizerCheck(Extension):
@@ -52,9 +52,9 @@ class OptimizerCheck(Extension):
         wrapper = next(wrappers, None)
         if wrapper is not None and adapter.needs_plain_memory:
             raise OptimizerError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} computes with memory, of which "
-                f"{wrapper.name}, a {type(wrapper.local).__name__}, has several pieces",
-                hint="use an optimizer of torch's, which computes by the operations of the class",
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} needs contiguous memory, but {wrapper.name} "
+                f"is a {type(wrapper.local).__name__}, which consists of several tensors",
+                hint="use a torch optimizer, which uses the operations of the class",
             )
 
 
@@ -63,16 +63,16 @@ def _check_whole(kind: type) -> None:
     name, names = f"{kind.__module__}.{kind.__name__}", {cls.__name__ for cls in kind.__mro__}
     ours = _in_place_of(kind, names)
     if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):
-        instead = "use an element-wise optimizer such as AdamW, SGD or Lion"
+        instead = "use an elementwise optimizer such as AdamW, SGD or Lion"
         if names & _STEPS_IN_BACKWARD:
             instead = "use AdamW or SGD with fullshard.step_in_backward (training.step_in_backward)"
         elif kind.__module__.startswith(_OF_ONE_PARAMETER) and not kind.__name__.startswith("Distributed"):
             instead = _on_owners(kind)
-        raise OptimizerError(f"{name} needs whole tensors, of which each rank has a part", hint=ours or instead)
+        raise OptimizerError(f"{name} needs complete tensors, but each rank has only a part", hint=ours or instead)
     if ours:
         warnings.warn(
-            f"{name}: what it computes of whole matrices, every rank computes of all of them, gathered each time. If "
-            f"it is what its name says, {ours}",
+            f"{name}: every rank gathers all matrices in every step and repeats the same computation. If the optimizer "
+            f"is what its name suggests, {ours}",
             stacklevel=6,
         )
 
@@ -82,10 +82,12 @@ def _in_place_of(kind: type, names: set[str]) -> str:
     if "Adafactor" in names:
         return _on_owners(kind, "whole_parameters=True, ...")
     if "Muon" in names:
-        return "write fullshard.optim.Muon(model, lr=...) instead: the same numbers, each matrix computed by one rank"
+        return (
+            "write fullshard.optim.Muon(model, lr=...) instead, with equal results and each matrix computed by one rank"
+        )
     return _on_owners(kind) if names & {"SOAP", "Shampoo"} else ""
 
 
 def _on_owners(kind: type, options: str = "...") -> str:
     name = kind.__name__
-    return f"write fullshard.optim.OnOwners(model, {name}, {options}) instead: each matrix computed by one rank"
+    return f"write fullshard.optim.OnOwners(model, {name}, {options}) instead, which computes each matrix on one rank"

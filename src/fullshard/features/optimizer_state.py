@@ -26,7 +26,7 @@ from fullshard.engine.step.hooks import check_optimizer
 
 STATE_DICT = Replaced.of(torch.optim.Optimizer, "state_dict")
 LOAD_STATE_DICT = Replaced.of(torch.optim.Optimizer, "load_state_dict")
-"""torch's hooks for these are set per optimizer, and a script hands none to the engine."""
+"""torch's hooks for these methods are set per optimizer, but a script passes no optimizer to the engine."""
 
 
 @functools.wraps(STATE_DICT.torchs)
@@ -37,10 +37,12 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     for parameter in (p for p in self.state if isinstance(p, ShardedParameter)):
         if how := adapter.why_not_whole(self, parameter.mesh):
             raise OptimizerError(
-                f"rank {parameter.mesh.rank}: {type(self).__name__}.state_dict(): the state of {parameter.name} is "
-                f"{how}",
-                hint="call, on every rank, fullshard.checkpoint.save_checkpoint and load_checkpoint, or "
-                "Accelerator.save_state and load_state: they keep it at any number of ranks",
+                f"rank {parameter.mesh.rank}: {type(self).__name__}.state_dict() cannot return the state of "
+                f"{parameter.name}, which is {how}",
+                hint=(
+                    "on every rank, call fullshard.checkpoint.save_checkpoint and load_checkpoint, or "
+                    "Accelerator.save_state and load_state, which support any number of ranks"
+                ),
             )
     kept = STATE_DICT.torchs(self)
     return _map_states(self, kept, lambda state, parameter: _wrapped(self, adapter.saved(state), parameter))
@@ -148,5 +150,5 @@ def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise OptimizerError(
                 f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}",
-                hint="make the optimizer from this model's parameters",
+                hint="create the optimizer with this model's parameters",
             )

@@ -20,7 +20,7 @@ from fullshard.core.sizes import PACKED_BLOCK_NUMEL as BLOCK_NUMEL
 from fullshard.core.sizes import packed_nbytes, round_up
 
 _CHUNK_BLOCKS = 512
-"""Blocks that are packed in one go: few enough to stay in the cache."""
+"""Number of blocks packed at a time, chosen so that they stay in the cache."""
 _LARGEST = 127
 _SMALLEST = torch.finfo(torch.float32).tiny
 """Scale: one over less would be infinite. Blocks of magnitudes below 127 times that, 1.5e-36, are off by more."""

@@ -86,7 +86,7 @@ def _before_load_state_dict(
     if unit.is_pinned and replaces:
         raise LifecycleError(
             f"unit {unit.name!r}: load_state_dict(assign=True) would replace parameters that are kept unsharded",
-            hint="leave assign out, or load outside of `with unsharded(model)`",
+            hint="leave out assign, or load outside of `with unsharded(model)`",
         )
     if unit.is_pinned:
         return
@@ -109,8 +109,9 @@ def _take(parameter: ShardedTensor, value: torch.Tensor) -> None:
     """Copy a value into a sharded parameter, which `load_state_dict(assign=True)` would otherwise replace."""
     if value.dtype != parameter.dtype:
         raise LifecycleError(
-            f"load_state_dict(assign=True) of {parameter.name}: got {value.dtype}, sharded as {parameter.dtype}",
-            hint="leave assign out to cast, or cast the model before sharding it",
+            f"load_state_dict(assign=True) of {parameter.name}: the value is {value.dtype}, but the parameter is "
+            f"sharded as {parameter.dtype}",
+            hint="leave out assign to cast the value, or cast the model before sharding it",
         )
     with torch.no_grad():
         parameter.copy_(value)

@@ -32,11 +32,11 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     embedding, head = _named_by(model, "input"), _named_by(model, "output")
     name, hint = type(model).__name__, "leave wrap_embeddings out"
     if embedding is None or head is None:
-        raise WrapError(f"{name} does not say which modules are its input embedding and its head", hint=hint)
+        raise WrapError(f"{name} does not identify its input embedding and its head", hint=hint)
     if {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}:
         raise WrapError(f"the input embedding and the head of {name} share a weight, so neither can own it", hint=hint)
     if is_unit(embedding) or is_unit(head):
-        raise WrapError(f"the input embedding or the head of {name} is a unit already", hint=hint)
+        raise WrapError(f"the input embedding or the head of {name} is already a unit", hint=hint)
     return embedding, head
 
 
@@ -56,7 +56,7 @@ def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None
 
 
 _ROOT_SHARE = 0.25
-"""More than this share of a model in the root, embeddings apart, is worth a warning."""
+"""Warn if more than this fraction of a model, excluding embeddings, is in the root."""
 
 _SHOWN_MODULES = 3
 
@@ -95,17 +95,18 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
         return
     name, held = type(model).__name__, format_nbytes(sum(p.numel() * p.element_size() for p in root.values()))
     problem = (
-        f"{share:.0%} of the parameters of {name} are in no unit but the root, beside embeddings and head (policy "
-        f"{policy!r}): every rank holds its {held} unsharded at once, through the whole step. The largest modules of "
-        f"it: {', '.join(_largest(model, rest, inside))}"
+        f"{share:.0%} of the parameters of {name} (not counting embeddings and head) are only in the root unit (policy "
+        f"{policy!r}), so every rank holds the root's {held} unsharded through the whole step. Its largest modules are "
+        f"{', '.join(_largest(model, rest, inside))}"
     )
     if not units:
         problem = (
-            f"only the root of {name} is wrapped (policy {policy!r} matches nothing inside it): every rank holds all "
-            f"{held} of its parameters unsharded at once, and no communication is overlapped"
+            f"only the root of {name} is wrapped (policy {policy!r} matches nothing inside it), so every rank holds "
+            f"all {held} of its parameters unsharded at the same time, and no communication is overlapped"
         )
     warnings.warn(
-        f"{problem}. Name the class of the repeated block to avoid it, or ask for 'none' to accept it.", stacklevel=3
+        f"{problem}. Use a policy with the class of the repeated block, or the policy 'none' to accept this.",
+        stacklevel=3,
     )
 
 

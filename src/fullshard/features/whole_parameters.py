@@ -35,7 +35,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
     """
     units = units_of(model) if recurse else _owners(model)
     if torch_private.backward_under_way() != -1 or any(unit.schedule.forward.is_under_way for unit in units):
-        raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
+        raise LifecycleError("unsharded() was called inside a forward or backward", hint="call it between steps")
     for schedule in dict.fromkeys(unit.schedule for unit in units):
         schedule.recover()
         schedule.begin_use()
@@ -55,8 +55,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
                 bucket.write_back()
             elif bucket.shares_main and bucket.originals.versions() != version:
                 raise LifecycleError(
-                    f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback, on a "
-                    "rank that owns them whole: the change has taken effect",
+                    f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback on a "
+                    "rank that owns them completely, so the change has taken effect",
                     hint="use unsharded(model, writeback=True)",
                 )
     finally:

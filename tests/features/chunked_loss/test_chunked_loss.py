@@ -226,15 +226,15 @@ def test_what_does_not_fit_is_refused() -> None:
     assert gemma(input_ids=ids).logits.shape == (1, 6, 97)
 
     model = build()
-    with pytest.raises(WrapError, match="chunk of 0"):
+    with pytest.raises(WrapError, match="chunk size is 0"):
         use_chunked_loss(model, tokens=0)
     use_chunked_loss(model, tokens=4)
-    with pytest.raises(WrapError, match="in chunks already"):
+    with pytest.raises(WrapError, match="already computes its loss in chunks"):
         use_chunked_loss(model, tokens=4)
-    with pytest.raises(WrapError, match="6 labels for 2 tokens"):
+    with pytest.raises(WrapError, match="6 labels, but the head received 2 tokens"):
         model(input_ids=ids, labels=ids, logits_to_keep=2)
     model.lm_head = nn.Linear(32, 97)
-    with pytest.raises(WrapError, match="did not call the head it had"):
+    with pytest.raises(WrapError, match="did not call its original head"):
         model(input_ids=ids, labels=ids)
 
     small = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_refused() -> None:
         use_chunked_loss(LlamaForSequenceClassification(small), tokens=4)
     own = build()
     own.loss_function = functional.cross_entropy
-    with pytest.raises(WrapError, match="not that of a language model"):
+    with pytest.raises(WrapError, match="expected that of a causal language model"):
         use_chunked_loss(own, tokens=4)
     adapted = build()
     adapted.lm_head = type("Lora", (nn.Linear,), {})(32, 97)

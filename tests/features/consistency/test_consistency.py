@@ -79,7 +79,7 @@ def check_found(strategy: str, flipped: int, other: int, how: str) -> None:
     before = whole(model)
     pattern = (
         rf"rank {rank}, step {EVERY + 1} of this process: replicas hold different weights: {name} of rank {first} "
-        rf"\(process \d+ on \S+\) and rank {second} \(process \d+ on \S+\)\nhint: as many replicas"
+        rf"\(process \d+ on \S+\) and rank {second} \(process \d+ on \S+\)\nhint: the replicas are evenly split"
     )
     if how == "save":
         with pytest.raises(ReplicaError, match=name):

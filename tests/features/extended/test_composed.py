@@ -274,7 +274,7 @@ def check_kept(directory: Path) -> None:
         torch.testing.assert_close(_plain(mine.full_tensor()), _plain(wanted.full_tensor()), rtol=0, atol=0)
     with pytest.raises(CheckpointError, match=r"'0.weight' is a Coded, which wraps several tensors"):
         save_checkpoint(directory / "ours", model=model)
-    with pytest.raises(OptimizerError, match=r"fullshard.*Muon computes with memory, of which 0.weight, a Coded"):
+    with pytest.raises(OptimizerError, match=r"fullshard.*Muon needs contiguous memory, but 0.weight is a Coded"):
         fullshard.optim.Muon(model, lr=1e-3).step()
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=directory / "torchs")
     third = shard(model_of(coded=True))
@@ -308,8 +308,11 @@ class Unnamed(Coded):
 def test_what_cannot_be_taken_apart_is_refused_by_name() -> None:
     coded = Coded.of(torch.ones(4, 4))
     for weight, message in (
-        (Nested(coded.codes, coded.scales), r"1\.weight: .* type Nested .*`around` a Coded, which wraps other"),
-        (Unnamed(coded.codes, coded.scales), r"1\.weight: .* type Unnamed .*does not say by `__tensor_flatten__`"),
+        (
+            Nested(coded.codes, coded.scales),
+            r"1\.weight: .* type Nested .*has a Coded in `around`, which itself wraps other",
+        ),
+        (Unnamed(coded.codes, coded.scales), r"1\.weight: .* type Unnamed .*has no `__tensor_flatten__`"),
     ):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = nn.Parameter(weight)

@@ -1,4 +1,4 @@
-"""Parameters that say how they are gathered (`fsdp_pre_all_gather`): torchao's float8 weights, and others."""
+"""Parameters that define their own all-gather (`fsdp_pre_all_gather`): torchao's float8 weights, and others."""
 
 from __future__ import annotations
 
@@ -348,10 +348,10 @@ def test_what_cannot_be_gathered_is_refused_by_name(monkeypatch: pytest.MonkeyPa
             fully_shard(model)
     sharded: Any = extend(stack())
     monkeypatch.setenv("FULLSHARD_OFFLOAD", "rehearse")
-    with pytest.raises(ConfigError, match="type Halved says how it is gathered"):
+    with pytest.raises(ConfigError, match="type Halved defines its own all-gather"):
         fully_shard(sharded, offload_policy=fullshard.CPUOffloadPolicy())
     for device in ("cpu", "meta"):
-        with torch.device(device), pytest.raises(LifecycleError, match="say how they are gathered"):
+        with torch.device(device), pytest.raises(LifecycleError, match="define their own all-gather"):
             shard(extend(stack())).to(torch.bfloat16)
 
 

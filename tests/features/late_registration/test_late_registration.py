@@ -147,23 +147,23 @@ def replaced_past_torch(model: Any) -> None:
 
 
 REFUSED: dict[Change, str] = {
-    new_module: r"blocks\.1\.extra\.weight, of shape \(6, 6\), was put into the model after",
+    new_module: r"blocks\.1\.extra\.weight of shape \(6, 6\) was added to the model after",
     into_a_container: r"blocks\.3\.scale, of shape",
     deep_inside: r"blocks\.0\.up\.extra\.1\.weight",
-    replaced_module: r"parameter head\.weight, of shape \(3, 6\), was put into",
-    replaced_unit: r"blocks\.1\.scale.*nobody would shard it",
+    replaced_module: r"parameter head\.weight of shape \(3, 6\) was added to",
+    replaced_unit: r"blocks\.1\.scale.*it would not be sharded",
     new_parameter: r"parameter gain,",
     registered: r"blocks\.2\.gain",
     replaced_parameter: r"head\.weight was replaced by a Parameter after it was sharded",
     written_past_torch: r"head\.weight was replaced by a Parameter after it was sharded",
-    new_name_past_torch: r"blocks\.1\.up\.gain, of shape \(6,\), was put into the model after",
+    new_name_past_torch: r"blocks\.1\.up\.gain of shape \(6,\) was added to the model after",
     new_module_past_torch: r"blocks\.1\.extra\.weight",
-    replaced_past_torch: r"parameter head\.weight, of shape \(3, 6\), was put into",
+    replaced_past_torch: r"parameter head\.weight of shape \(3, 6\) was added to",
     removed_parameter: r"head\.bias was replaced by a NoneType after it was sharded",
     adapter_by_hand: r"embed\.a, of shape \(2, 6\)",
     tied_late: r"blocks\.0\.down\.bias was replaced by a ShardedParameter after it was sharded",
     tied_in_a_new_module: r"mirror\.weight.*tied to embed\.weight now",
-    unit_of_its_own: r"blocks\.1\.extra\.weight.*its unit was made after",
+    unit_of_its_own: r"blocks\.1\.extra\.weight.*its unit was created after",
     filled_later: r"extra\.late\.weight",
     weight_normed: r"head\.(parametrizations|weight)",
     old_weight_norm: r"head\.(weight_g|weight)",
@@ -194,7 +194,7 @@ def give_a_bias_late() -> None:
     shard_model(model, unit_modules=[model.get_submodule(name) for name in BLOCKS])
     run_squared(model, 0, 0)
     inner.gain = nn.Parameter(torch.ones(WIDTH).double())
-    with pytest.raises(LifecycleError, match=r"blocks\.1\.up\.gain, of shape \(6,\), was put into the model after"):
+    with pytest.raises(LifecycleError, match=r"blocks\.1\.up\.gain of shape \(6,\) was added to the model after"):
         run_squared(model, 1, 0)
 
 
@@ -250,7 +250,7 @@ def late_changes_of_transformers() -> None:
     with pytest.raises(LifecycleError, match=rf"resize_token_embeddings\({rows + 8}\) on a sharded"):
         model.resize_token_embeddings(rows + 8)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(LifecycleError, match=r"q_proj\.lora_A.* was put into the model after it was sharded"):
+    with pytest.raises(LifecycleError, match=r"q_proj\.lora_A.* was added to the model after it was sharded"):
         adapted(input_ids=ids, labels=ids)
 
 

@@ -293,7 +293,7 @@ def test_a_state_apart_from_its_main_weights_is_refused() -> None:
 
 
 def test_compute_shards_alone_need_something_frozen() -> None:
-    with pytest.raises(ConfigError, match="gathered from main weights, and none is frozen"):
+    with pytest.raises(ConfigError, match="gathered from main weights, and no parameter is frozen"):
         Case().model(OffloadPolicy(compute_shards=True))
 
 

@@ -264,14 +264,14 @@ def check_refusals() -> None:
         lambda: weight.data.mul_(2),
         lambda: weight.copy_(weight * 2),
     ):
-        with pytest.raises(LifecycleError, match="stored in codes") as error:
+        with pytest.raises(LifecycleError, match="stored as codes") as error:
             change()
         assert "adapter" in str(error.value.hint)
     for train in (weight.requires_grad_, lambda: setattr(weight, "requires_grad", True)):
-        with pytest.raises(LifecycleError, match=r"0\.weight is stored in codes, which no optimizer") as error:
+        with pytest.raises(LifecycleError, match=r"0\.weight is stored as codes, which no optimizer") as error:
             train()
         assert not weight.requires_grad
-    with pytest.raises(LifecycleError, match="cannot cast sharded parameters that are stored in codes"):
+    with pytest.raises(LifecycleError, match="cannot cast sharded parameters that are stored as codes"):
         model.float()
     with (
         pytest.raises(LifecycleError, match=r"0\.weight changed in place under unsharded"),
@@ -292,10 +292,10 @@ def test_what_cannot_be_is_an_error() -> None:
 def test_a_weight_that_is_trained_is_an_error_with_the_way_out() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False))
     mark(model[0], "weight", Mark("nf4"))
-    with pytest.raises(WrapError, match=r"0\.weight: to be trained, and marked to be stored in codes") as error:
+    with pytest.raises(WrapError, match=r"0\.weight: trainable weights are marked to be stored as codes") as error:
         shard_model(model, unit_modules=[], device=torch.device("cpu"))
-    assert error.value.hint is not None and "freeze it" in error.value.hint
-    with pytest.raises(WrapError, match=r"nothing of Linear can be stored as nf4.*trained"):
+    assert error.value.hint is not None and "freeze them" in error.value.hint
+    with pytest.raises(WrapError, match=r"no weight of Linear can be stored as nf4.*trained"):
         quantize(nn.Linear(64, 64))
     with pytest.raises(ConfigError, match="the form of storage 'nf5' does not exist"):
         quantize(model, "nf5")
@@ -403,7 +403,9 @@ def check_read(directory: str) -> None:
     assert all(torch.equal(p.full_tensor(), expected[name]) for name, p in model.named_parameters())
     values = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).state_dict()
     for give in (lambda model: model.load_state_dict(values), lambda model: model.to_empty(device="cpu")):
-        with pytest.raises(WrapError, match=r"Linear\.weight \(64, 64\) is to be stored in codes, but has no") as error:
+        with pytest.raises(
+            WrapError, match=r"Linear\.weight \(64, 64\) cannot be stored as codes: its values are missing"
+        ) as error:
             give(on_meta())
         assert "assign=True" in str(error.value.hint)
     late = on_meta()

@@ -147,7 +147,7 @@ def check_turned() -> None:
     mark(model.experts, "weight", Mark("nf4", is_transposed=True))
     weight = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])
     model.experts.weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(WrapError, match="its blocks are to run along the last dim but one") as error:
+    with pytest.raises(WrapError, match="the blocks should run along the second-to-last dim") as error:
         fullshard.fully_shard(model.experts, mesh=mesh["copies"])
     assert "is_transposed" in str(error.value.hint)
 

@@ -119,14 +119,14 @@ def check_values_leave(directory: str) -> None:
     for other, is_same in ((model, True), (numbers, False), (made("nf4", seed=1)[0], None)):
         state = other.state_dict()
         if is_same is None:
-            with pytest.raises(CheckpointException, match="would change a weight that is stored in codes"):
+            with pytest.raises(CheckpointException, match="would change a weight that is stored as codes"):
                 dcp.load(state, checkpoint_id=f"{directory}/torch")
             continue
         dcp.load(state, checkpoint_id=f"{directory}/torch")
         other.load_state_dict(state)
         values: Any = {name: p.full_tensor() for name, p in cast(Any, other.named_parameters())}
         assert all(torch.equal(values[name], p) for name, p in plain.named_parameters() if is_coded(name, p))
-    with pytest.raises(LifecycleError, match="would change a weight that is stored in codes") as error:
+    with pytest.raises(LifecycleError, match="would change a weight that is stored as codes") as error:
         written.merge_adapter()
     assert "export_hf" in str(error.value.hint)
     export_hf(f"{directory}/exported", model=model)

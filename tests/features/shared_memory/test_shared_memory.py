@@ -364,7 +364,9 @@ def test_memory_of_a_model_is_given_back() -> None:
 def check_other_collective() -> None:
     shared, _ = connected()
     full = torch.zeros(64 * shared.size)
-    with pytest.raises(RuntimeError, match=r"is in collective 5, this rank in 3|is in collective 3, this rank in 5"):
+    with pytest.raises(
+        RuntimeError, match=r"is in collective 5, but this rank is in 3|is in collective 3, but this rank is in 5"
+    ):
         shared.reduce_scatter(full, tag=3 if shared.rank == 0 else 5).wait()
 
 
@@ -417,11 +419,14 @@ def check_no_file(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "reason"),
-    [("ulimit", "a rank's files must be small (ulimit -f): "), ("sandbox", "a rank has no file in memory: ")],
+    [
+        ("ulimit", "a rank has a limit on the size of files (ulimit -f): "),
+        ("sandbox", "a rank could not create a file in memory: "),
+    ],
 )
 def test_one_rank_without_a_file_turns_it_off_for_all(what: str, reason: str) -> None:
     for found in run_ranks(check_no_file, 2, what):
-        assert found.startswith(f"the ranks share no memory: {reason}")
+        assert found.startswith(f"the ranks do not share memory: {reason}")
 
 
 def descriptors() -> int:

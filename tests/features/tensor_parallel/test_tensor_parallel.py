@@ -394,12 +394,13 @@ def check_each_over_all_axes() -> None:
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     with pytest.raises(
-        WrapError, match=r"weight: a DTensor placed as \[Shard\(dim=0\)\] along what .* Expected Replicate"
+        WrapError,
+        match=r"weight: the parameter is a DTensor placed as \[Shard\(dim=0\)\] along the axes .* expected Replicate",
     ):
         fullshard.fully_shard(layer, mesh=mesh, dp_mesh_dims=shard)
     layer.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Replicate()]))
     with pytest.raises(
-        WrapError, match=r"weight: a DTensor over .*, which is no other axis of what it is to be sharded"
+        WrapError, match=r"weight: the parameter is a DTensor over .*, which is not another axis of the mesh"
     ):
         fullshard.fully_shard(layer, mesh=mesh)  # what a call before has said of the mesh's axes was for that call
 
@@ -474,7 +475,7 @@ def check_refused() -> None:
     fullshard.fully_shard(model.blocks[0], mesh=other["dp"])  # another mesh of the same ranks and axes
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)]))
-    with pytest.raises(WrapError, match="of one axis beside"):
+    with pytest.raises(WrapError, match="expected one axis in addition"):
         fullshard.fully_shard(layer, mesh=mesh["dp"])
 
 

@@ -511,13 +511,13 @@ def check_refused() -> None:
 
     fakes: tuple[tuple[Any, str, str], ...] = (
         (Lomo, "lomo_optim", "step_in_backward"),
-        (GaLoreAdafactor, "galore_torch", "element-wise"),
+        (GaLoreAdafactor, "galore_torch", "elementwise"),
         (type("CAME", (torch.optim.SGD,), {}), "came_pytorch", r"OnOwners\(model, CAME, "),
         (type("Adafactor", (torch.optim.SGD,), {}), "torch_optimizer", r"OnOwners\(model, Adafactor, whole_"),
     )
     for cls, package, hint in fakes:
         cls.__module__ = f"{package}.optim"
-        with pytest.raises(OptimizerError, match=rf"{cls.__name__} needs whole tensors.*\n.*{hint}"):
+        with pytest.raises(OptimizerError, match=rf"{cls.__name__} needs complete tensors.*\n.*{hint}"):
             cls(model.parameters(), lr=0.1).step()
     # On ordinary parameters nothing changes.
     weight = nn.Parameter(torch.ones(2, 2))
@@ -568,9 +568,9 @@ def check_by_hand() -> None:
             run_squared(each, 0, 0)
             Lamb(each.parameters(), foreach=foreach).step()
         assert_same_parameters(model, reference)
-    with pytest.warns(UserWarning, match=r"Muon: what it computes of whole matrices.*write fullshard\.optim\.Muon\("):
+    with pytest.warns(UserWarning, match=r"Muon: every rank gathers all matrices.*write fullshard\.optim\.Muon\("):
         Muon(model.parameters(), lr=0.1).step()
-    with pytest.warns(UserWarning, match=r"SOAP: what it computes of .*write fullshard\.optim\.OnOwners\(model, SOAP,"):
+    with pytest.warns(UserWarning, match=r"SOAP: every rank gathers .*write fullshard\.optim\.OnOwners\(model, SOAP,"):
         SOAP(model.parameters(), lr=0.1).step()
 
 

@@ -51,9 +51,12 @@ class ConsistencyCheck(Extension):
     def choose(self, policy: str, every: int) -> None:
         """Set `policy` and `every`."""
         if policy not in get_args(OnDifference):
-            raise ConfigError(f"no policy {policy!r} for replicas that differ", hint="use raise or off")
+            raise ConfigError(f"there is no policy {policy!r} for replicas that differ", hint="use raise or off")
         if every < 0:
-            raise ConfigError(f"ranks are to be compared every {every} steps", hint="use 0 for never, or more")
+            raise ConfigError(
+                f"the interval between comparisons of ranks is {every} steps, expected 0 or more",
+                hint="use 0 to disable comparisons",
+            )
         self.policy, self.every = policy, every  # type: ignore[assignment]
 
     # -- moments ------------------------------------------------------------------------------------------------

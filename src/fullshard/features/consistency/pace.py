@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fullshard.comm.waiting import PROGRESS
 
 SLOW, SLOW_NO_MORE = 0.7, 0.85
-"""A rank whose speed is below this part of the median is worth a line, once, until it is faster than that part."""
+"""A rank below the first fraction of the median speed is reported once, until it exceeds the second fraction."""
 LEAST_SECONDS = 0.005
-"""Extra seconds of computing in each step; less is a host that did something else for a moment."""
+"""Minimum extra seconds of computing per step; less can be a host that was briefly busy with other work."""
 
 
 @dataclass(frozen=True, slots=True)

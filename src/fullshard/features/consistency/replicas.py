@@ -58,10 +58,10 @@ def find_difference(model: Schedule) -> None:
     text += "" if is_even else f", unlike {mesh.replicate_size - 1} other replicas"
     if mesh.is_first:  # before the error, which ends the run, so that its report contains this
         JOURNAL.note(Happening.REPLICA, text, rank=min(odd), ranks=sorted(odd), parameters=list(names)[:_SHOWN])
-    hint = "as many replicas say one thing as the other: " if is_even else ""
+    hint = "the replicas are evenly split, so the correct values are unknown: " if is_even else ""
     raise ReplicaError(
         f"rank {mesh.rank}, step {model.steps + 1} of this process: {text}",
-        hint=f"{hint}go on from a checkpoint. A host that is named more than once has broken memory",
+        hint=f"{hint}resume from a checkpoint. A host that is named repeatedly has faulty memory",
     )
 
 

@@ -81,10 +81,12 @@ def mixed(func: torch_private.Kernel, spread: SpreadTensor, plain: torch.Tensor)
     """Return the error for a sharded tensor used together with a plain one."""
     whole = "unsharded(model, writeback=True)" if torch_private.written(func) else "unsharded(model)"
     return LifecycleError(
-        f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, a DTensor, and of a plain tensor "
-        f"{tuple(plain.shape)}, of which nobody knows whether every rank has the same",
-        hint="use what .full_tensor() gives on every rank, or distribute_tensor(other, p.device_mesh, [Replicate()]); "
-        "if all have the same, say so by torch's implicit_replication(), under no_grad(); or compute in forward or "
-        f"inside `with fullshard.{whole}`; an average of the weights is fullshard.EMA(model), or of copies that were "
-        "made after sharding, or of a model that is sharded alike",
+        f"`{func.overloadpacket.__name__}` was called with {spread.name} {tuple(spread.shape)}, a DTensor, and a "
+        f"plain tensor {tuple(plain.shape)}, which may differ between ranks",
+        hint=(
+            "use the result of .full_tensor(), or distribute_tensor(other, p.device_mesh, [Replicate()]); if the "
+            "plain tensor is equal on all ranks, use torch's implicit_replication() under no_grad(); or compute in "
+            f"forward or inside `with fullshard.{whole}`. For an average of the weights, use fullshard.EMA(model), or "
+            "average copies that were made after sharding or from a model with the same sharding"
+        ),
     )

@@ -42,7 +42,7 @@ _ALIKE = frozenset(
     | {"alias", "clone", "copy_", "detach", "empty_like", "fill_", "full_like", "ones_like", "zero_", "zeros_like"}
     | {"is_pinned", "lift_fresh", "pin_memory"}
 )
-"""Kernels that treat elements alike, besides those that torch marks so."""
+"""Elementwise kernels in addition to those that torch tags as such."""
 
 
 def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -74,8 +74,7 @@ def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], k
     held = first_sharded((args, kwargs))
     raise LifecycleError(
         f"`{name}` of {'a tensor' if held is None else held.name} would change more than the values of one tensor",
-        hint="compute with .full_tensor() of it, or with a function that returns a new tensor; register "
-        "parametrizations before sharding",
+        hint="use .full_tensor(), or a function that returns a new tensor; register parametrizations before sharding",
     )
 
 
@@ -84,9 +83,12 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         held = first_sharded((args, kwargs))
         raise LifecycleError(
-            f"cannot turn {'a tensor' if held is None else held.name} into {kwargs['memory_format']}: what a rank has "
-            "of it is an interval of its elements, in their own order",
-            hint="give the model inputs in that format, x.to(memory_format=...): convolutions compute as theirs is",
+            f"cannot convert {'a tensor' if held is None else held.name} to {kwargs['memory_format']}: a rank holds "
+            "an interval of its elements, in the original order",
+            hint=(
+                "convert the model's inputs instead with x.to(memory_format=...); convolutions compute in the format "
+                "of their input"
+            ),
         )
     target = target_of(args, kwargs) if torch_private.writes(func) else first_sharded((args, kwargs))
     if not isinstance(target, ShardedTensor) or not all(_fits(t, target.spec) for t in tensors_in((args, kwargs))):
@@ -194,9 +196,12 @@ def _check_laid_out(
         is_its_memory = isinstance(tensor, WholeTensor) if like is None else part_of(tensor, like.spec) is not None
         if not is_its_memory:
             raise LifecycleError(
-                f"`{func.overloadpacket.__name__}` would change a {type(tensor).__name__} {tuple(tensor.shape)} placed "
-                f"as {tensor.placements} together with {beside.name}, which is placed as {beside.placements}",
-                hint="make it of the parameter: torch.zeros_like(p), p.detach().clone(); or change one at a time",
+                f"`{func.overloadpacket.__name__}` would change a {type(tensor).__name__} {tuple(tensor.shape)} "
+                f"placed as {tensor.placements} together with {beside.name}, which is placed as {beside.placements}",
+                hint=(
+                    "create the tensor from the parameter with torch.zeros_like(p) or p.detach().clone(), or change "
+                    "one tensor at a time"
+                ),
             )
 
 
@@ -283,8 +288,8 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
     target = target_of(args, kwargs)
     if not isinstance(target, DTensor) or whole(target).shape != target.shape:
         raise LifecycleError(
-            f"`{func.overloadpacket.__name__}` of {held.name} would write what is no tensor of its shape",
-            hint="compute with .full_tensor() of it",
+            f"`{func.overloadpacket.__name__}` of {held.name} would write a tensor of a different shape",
+            hint="use .full_tensor()",
         )
     if isinstance(target, ShardedTensor):
         target.local.copy_(target.spec.cut(whole(target)))

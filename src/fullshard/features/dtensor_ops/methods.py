@@ -82,8 +82,8 @@ class _Methods(ShardedTensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LifecycleError(
-            f"cannot pickle {self.name}: this rank has elements {self.interval.start} to {self.interval.stop} of "
-            f"{self.spec.numel}",
+            f"cannot pickle {self.name}, because this rank holds only elements {self.interval.start} to "
+            f"{self.interval.stop} of {self.spec.numel}",
             hint=WAY_OUT,
         )
 
@@ -97,9 +97,9 @@ class _Methods(ShardedTensor):
         Callers never expect the storage of only this rank's interval.
         """
         raise LifecycleError(
-            f"{self.name} has no memory of its own: this rank has elements {self.interval.start} to "
+            f"{self.name} has no storage, because this rank holds only elements {self.interval.start} to "
             f"{self.interval.stop} of {self.spec.numel}",
-            hint=f"take .to_local() for this rank's elements; {WAY_OUT}",
+            hint=f"use .to_local() for this rank's elements; {WAY_OUT}",
         )
 
     def __dlpack__(self, *_args: object, **_options: object) -> NoReturn:
@@ -137,7 +137,8 @@ class _Methods(ShardedTensor):
                 start = int(self.local.storage_offset()) + box.start
                 return self.local.as_strided(box.sizes, box.strides, start)
         raise LifecycleError(
-            f"{self.name}: this rank has no elements from {tuple(index.offset)} on, but {self}", hint="see its boxes()"
+            f"{self.name}: this rank has no block of elements that starts at {tuple(index.offset)}; its part is {self}",
+            hint="use an offset from its boxes()",
         )
 
 
@@ -168,8 +169,8 @@ class _ParameterMethods(ShardedParameter):
         is_like = value.dtype == self.dtype and value.device == self.device and value.shape == self.shape
         if not is_like or not isinstance(value, DTensor):
             raise LifecycleError(
-                f"cannot give sharded parameter {self.name} other data ({self.dtype} on {self.device} -> "
-                f"{value.dtype} on {value.device}, {type(value).__name__}): it is a view of its bucket",
+                f"cannot assign data to sharded parameter {self.name} ({self.dtype} on {self.device} -> {value.dtype} "
+                f"on {value.device}, {type(value).__name__}), because it is a view of its bucket",
                 hint="move or cast the model before sharding it; change values in place",
             )
         local = self.interval_of(value, "data")
@@ -192,7 +193,8 @@ class _ParameterMethods(ShardedParameter):
     def register_hook(self, hook: object) -> NoReturn:
         """Raise an error, because such hooks would never run."""
         raise LifecycleError(
-            f"register_hook on sharded parameter {self.name} would never fire: autograd sees the unsharded parameter",
+            f"register_hook on sharded parameter {self.name} would never run, because autograd uses the unsharded "
+            "parameter",
             hint="use register_post_accumulate_grad_hook, or register the hook before fully_shard",
         )
 
@@ -232,10 +234,12 @@ def _like(tensor: ShardedTensor, local: torch.Tensor) -> ShardedTensor:
 def _check_is_other(parameter: ShardedParameter, other: torch.Tensor) -> None:
     if other is parameter and parameter.requires_grad and torch.is_grad_enabled():
         raise LifecycleError(
-            f"rank {parameter.mesh.rank}: something looks for where autograd accumulates the gradient of sharded "
-            f"parameter {parameter.name}; forward computes with the whole one, whose place is another",
-            hint="of pipeline schedules take one that computes all gradients in one backward (Schedule1F1B, "
-            "ScheduleInterleaved1F1B); for a hook use p.register_post_accumulate_grad_hook",
+            f"rank {parameter.mesh.rank}: some code requested the autograd node that accumulates the gradient of "
+            f"sharded parameter {parameter.name}, but forward uses the unsharded parameter, which has another node",
+            hint=(
+                "use a pipeline schedule that computes all gradients in one backward (Schedule1F1B, "
+                "ScheduleInterleaved1F1B); instead of a hook use p.register_post_accumulate_grad_hook"
+            ),
         )
 
 

@@ -20,7 +20,7 @@ def takes_plain_as_replicated() -> bool:
 
 
 norm_partial: Callable[[float], Placement] = _NormPartial
-"""The placement of a norm: every rank has the norm of its own elements. Since 2.2."""
+"""The placement of a norm for which every rank holds the norm of its own elements. Since torch 2.2."""
 
 
 @cache
@@ -31,7 +31,7 @@ def written(kernel: Kernel) -> tuple[tuple[int, str], ...]:
 
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Inside, torch calls no `__torch_function__` of a subclass. Since 2.0."""
+"""Disables the `__torch_function__` of subclasses inside a block. Since torch 2.0."""
 
 
 COPY_KERNELS = frozenset({"_to_copy"})

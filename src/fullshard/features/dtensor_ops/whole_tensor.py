@@ -84,8 +84,9 @@ class WholeTensor(_Whole):
             if plain and changed is not None:
                 if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in plain):
                     raise LifecycleError(
-                        f"`{func.__name__}` of what is computed of {changed.name} and a plain tensor with a gradient",
-                        hint="write total = total + loss, which makes a plain tensor",
+                        f"`{func.__name__}` would change a result of {changed.name} in place with a plain tensor that "
+                        "has a gradient",
+                        hint="write total = total + loss, which creates a plain tensor",
                     )
             elif others and changed is None:
                 leave = functools.partial(_leave, is_plain=bool(plain))
@@ -172,9 +173,11 @@ class WholeCopy(_Whole):
         changed = next((t for t in written_tensors(func, args, kwargs) if isinstance(t, WholeCopy)), None)
         if changed is not None:
             raise LifecycleError(
-                f"`{func.overloadpacket.__name__}` would change a copy of {changed.name}, not its values: the "
-                "copy was gathered for a view that no rank has as an interval",
-                hint="change rows, or whole tensors, or work inside `with fullshard.unsharded(model, writeback=True)`",
+                f"`{func.overloadpacket.__name__}` would change a copy of {changed.name} and not its values, because "
+                "the view that it stands for is not an interval on any rank",
+                hint=(
+                    "change rows or unsharded tensors, or work inside `with fullshard.unsharded(model, writeback=True)`"
+                ),
             )
         copies = [t for t in tensors_in((args, kwargs)) if isinstance(t, WholeCopy)]
         for copy in copies:
@@ -199,9 +202,9 @@ class WholeCopy(_Whole):
         """Raise if the source has changed since the copy was made."""
         if _version(self._source) != self._source_version:
             raise LifecycleError(
-                f"a view of {self.name} that no rank has as an interval is out of date: what it was gathered from has "
-                "changed since",
-                hint="take the view again after a change",
+                f"a view of {self.name} that is not an interval on any rank is out of date, because its source has "
+                "changed",
+                hint="create the view again after a change",
             )
 
 

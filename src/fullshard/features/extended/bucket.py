@@ -73,8 +73,9 @@ class ExtendedBucket(Bucket):
         extended = slot.parameter
         if self.plan.main_is_on_host:
             raise ConfigError(
-                f"a parameter of type {type(extended).__name__} says how it is gathered, which is done on the device",
-                hint="leave offload_policy out",
+                f"a parameter of type {type(extended).__name__} defines its own all-gather, which needs its shards on "
+                "the device",
+                hint="leave out offload_policy",
             )
         rows = self._make_rows(slot, weights)
         self.compute_shard, self._version = self.main, -1
@@ -112,8 +113,8 @@ class ExtendedBucket(Bucket):
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} changed in place under unsharded(), where it "
-                f"is what `fsdp_post_all_gather` has made",
+                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} changed in place under unsharded(), but "
+                "there it is a tensor made by `fsdp_post_all_gather`",
                 hint="change the sharded parameter in place instead",
             )
 
@@ -233,8 +234,8 @@ def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device)
     rows = extended.detach().new_zeros(shape, device=device)
     if type(rows) is not type(extended.detach()):
         raise LifecycleError(
-            f"{type(extended).__name__}.new_zeros gives a {type(rows).__name__}: expected its own type",
-            hint="its __torch_dispatch__ has to keep the type for new_zeros, as for torch's fully_shard",
+            f"{type(extended).__name__}.new_zeros returns a {type(rows).__name__}, expected the same type",
+            hint="make its __torch_dispatch__ keep the type for new_zeros, which torch's fully_shard needs, too",
         )
     return rows
 

@@ -60,9 +60,9 @@ class ComposedSpec(ShardSpec):
         if inner.shape == shape:
             return None
         raise LifecycleError(
-            f"{name} has the shape {tuple(inner.shape)} on rank {self.mesh.rank}, {tuple(shape)} in the whole: neither "
-            f"cut as its parameter's {rows} rows are, nor the same on every rank",
-            hint="quantise in blocks that do not go across rows of different ranks",
+            f"{name} has the shape {tuple(inner.shape)} on rank {self.mesh.rank} and {tuple(shape)} unsharded: it is "
+            f"neither sharded like the {rows} rows of its parameter nor equal on every rank",
+            hint="quantise in blocks that do not cross the rows of different ranks",
         )
 
 
@@ -111,7 +111,8 @@ class ComposedBucket(ExtendedBucket):
         on_meta = [name for name, inner in inner_tensors(rows).items() if inner.is_meta]
         if on_meta:
             raise WrapError(
-                f"a parameter of type {type(rows).__name__} on the meta device: its `{on_meta[0]}` cannot be made real",
+                f"a parameter of type {type(rows).__name__} is on the meta device, and its `{on_meta[0]}` cannot be "
+                "made real",
                 hint="make the model real before fully_shard",
             )
         self.main = torch.empty(0, dtype=self.dtype, device=self.mesh.device)

@@ -35,7 +35,7 @@ class Extended(ParameterKind):
     bucket_type = ExtendedBucket
     is_alone = True
     is_packed = False
-    why_no_cast = "that say how they are gathered"
+    why_no_cast = "that define their own all-gather"
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter defines its own all-gather."""
@@ -44,7 +44,7 @@ class Extended(ParameterKind):
     def why_not(self, parameter: torch.Tensor) -> str:
         """Return the reason why a parameter cannot be sharded, or an empty string if it can."""
         reason = cannot_be_sharded(parameter)
-        return "" if reason is None else f"says by `fsdp_pre_all_gather` how it is gathered, but {reason}"
+        return "" if reason is None else f"defines its own all-gather with `fsdp_pre_all_gather`, but {reason}"
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the parameter wraps."""
@@ -76,9 +76,9 @@ class Composed(Extended):
         data = plain.to(device)
         if type(data) is not type(plain):
             raise WrapError(
-                f"a parameter of type {type(plain).__name__} becomes a {type(data).__name__} on its way to {device}: "
-                "its class does not say what a copy on another device is",
-                hint="implement aten._to_copy in its __torch_dispatch__, or make the parameter on the device",
+                f"a parameter of type {type(plain).__name__} becomes a {type(data).__name__} when moved to {device}, "
+                "because its class does not define a copy to another device",
+                hint="implement aten._to_copy in its __torch_dispatch__, or create the parameter on the device",
             )
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
@@ -89,9 +89,9 @@ class Composed(Extended):
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         """Raise an error for a real parameter in a unit on the meta device, which is filled from plain tensors."""
         raise WrapError(
-            f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real beside others "
-            f"that are on the meta device",
-            hint="make the whole unit real before fully_shard, or nothing of it",
+            f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real, but other "
+            "parameters of its unit are on the meta device",
+            hint="make all parameters of the unit real before fully_shard, or none of them",
         )
 
     def spec(
@@ -121,7 +121,7 @@ class LateProtocol(Extension):
         is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
         for parameter in itertools.compress(self._sharded * 2, is_told):
             raise LifecycleError(
-                f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
-                "gathered with the others of its unit, and nobody would call it",
-                hint="give the module a parameter whose class has the method before fully_shard",
+                f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded, but it is "
+                "gathered with the other parameters of its unit, so the method would never be called",
+                hint="before fully_shard, give the module a parameter with a class that has the method",
             )

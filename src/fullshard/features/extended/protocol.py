@@ -21,7 +21,7 @@ from fullshard.engine.kinds import inner_tensors
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _OPTIONS_COUNT = 5
-"""The number of arguments of `fsdp_pre_all_gather`; older ones take the mesh alone."""
+"""Number of arguments of `fsdp_pre_all_gather`; older implementations take only the mesh."""
 
 
 def is_extended(parameter: torch.Tensor) -> bool:
@@ -73,14 +73,14 @@ def cannot_be_sharded(parameter: torch.Tensor) -> str | None:
         return f"has no `{missing[0]}`"
     count = _count(parameter)
     if count not in (1, _OPTIONS_COUNT):
-        return f"has a `{PRE}` of {count} arguments: expected mesh[, outer_size, outer_stride, module, mp_policy]"
+        return f"has a `{PRE}` with {count} arguments, expected mesh[, outer_size, outer_stride, module, mp_policy]"
     if not parameter.dim():
-        return "is a scalar, which has no rows"
+        return "is a scalar and has no rows"
     if not hasattr(parameter, "__tensor_flatten__"):
-        return "does not say by `__tensor_flatten__` which tensors it wraps"
+        return "has no `__tensor_flatten__` that names the tensors it wraps"
     wrapped = [(name, inner) for name, inner in inner_tensors(parameter).items() if _is_wrapper(inner)]
     if wrapped:
-        return f"has in `{wrapped[0][0]}` a {type(wrapped[0][1]).__name__}, which wraps other tensors in turn"
+        return f"has a {type(wrapped[0][1]).__name__} in `{wrapped[0][0]}`, which itself wraps other tensors"
     return None
 
 

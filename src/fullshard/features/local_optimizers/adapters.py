@@ -84,7 +84,7 @@ def take_back(optimizer: Any) -> list[tuple[nn.Parameter, ShardedParameter]]:
 
 
 TORCHAO_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-"""The state that torchao's optimizers may keep as codes, and whether it may be negative; the last one for AMSGrad."""
+"""State that torchao's optimizers may keep as codes, and whether it can be negative. The last key is for AMSGrad."""
 
 
 def is_of(optimizer: torch.optim.Optimizer, package: str) -> bool:
@@ -111,7 +111,7 @@ class Bitsandbytes(OptimizerAdapter):
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
         """Return why state dicts cannot be unsharded: ranks without elements have no codes."""
-        return "kept as codes of this rank's interval, if it has one" if mesh.shard_size > 1 else ""
+        return "stored as codes of this rank's interval, if the interval is not empty" if mesh.shard_size > 1 else ""
 
 
 class Torchao(OptimizerAdapter):

@@ -57,11 +57,11 @@ def gathered(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[Ma
 
 
 Give = Callable[[ShardedParameter], torch.Tensor]
-"""Gives this rank's interval, shape (n,) or (n, width), of the values that a parameter's owner is to get whole."""
+"""Returns this rank's interval of the values to send to owners, with shape (n,) or (n, width)."""
 Compute = Callable[[ShardedParameter, int, torch.Tensor], torch.Tensor]
-"""Computes the result of one matrix, given the parameter, the matrix's number and its values (rows, columns, ...)."""
+"""Returns the result for one matrix, given its parameter, number and values of shape (rows, columns, ...)."""
 Take = Callable[[ShardedParameter, torch.Tensor], None]
-"""Takes this rank's interval, shape (n,), of the results of a parameter's matrices."""
+"""Receives this rank's interval of the results for a parameter's matrices, with shape (n,)."""
 
 
 class WholeMatrices:
@@ -75,9 +75,9 @@ class WholeMatrices:
         split = next((p for p in parameters if p.spec.is_chunked), None)
         if split is not None:
             raise OptimizerError(
-                f"{split.name} {tuple(split.shape)} is split by tensor parallelism, and the ranks that shard it have "
-                f"{tuple(split.spec.sharded_shape)} of it: no whole matrix to compute with",
-                hint="use AdamW with tensor parallelism, or more ranks to shard over in its place",
+                f"{split.name} {tuple(split.shape)} is split by tensor parallelism, and the ranks that shard it hold "
+                f"only {tuple(split.spec.sharded_shape)}, so the complete matrix is not available",
+                hint="use AdamW with tensor parallelism, or replace tensor parallelism with more ranks to shard over",
             )
         self.mesh = mesh = parameters[0].mesh
         self._lines = [f"{p.name} {tuple(p.shape)}{' flattened' * (id(p) in flattened)}" for p in parameters]
@@ -120,7 +120,7 @@ class WholeMatrices:
         values for each element.
         """
         if not self._is_agreed:
-            self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs whole matrices")
+            self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs complete matrices")
             self._is_agreed = True
         travel = _Travel(self, given, dtype, width)
         turns = range(len(travel))

@@ -87,10 +87,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         moved = [p for p in self._dealt if after.get(id(p), before[id(p)]) != before[id(p)]]
         if moved:
             raise OptimizerError(
-                f"{self.name}: the parameters that train are others than in the last step, and {moved[0].name} "
-                f"{tuple(moved[0].shape)} would get another owner, without its state",
-                hint="save a checkpoint, make the optimizer anew with all parameters that train, and load it: that "
-                "brings state to its owners",
+                f"{self.name}: the trainable parameters have changed since the last step, and {moved[0].name} "
+                f"{tuple(moved[0].shape)} would get a new owner that does not have its state",
+                hint=(
+                    "save a checkpoint, create the optimizer again with all trainable parameters, and load the "
+                    "checkpoint, which sends the state to its owners"
+                ),
             )
 
 
@@ -105,7 +107,7 @@ class MatrixAdapter(OptimizerAdapter):
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
         """Return why state dicts cannot be unsharded: other ranks keep the state of their matrices."""
-        return "kept by the owners of its matrices" if optimizer.keeps_matrices and mesh.world_size > 1 else ""
+        return "stored by the ranks that own its matrices" if optimizer.keeps_matrices and mesh.world_size > 1 else ""
 
     def is_laid_out(self, optimizer: Any, key: str) -> bool:
         """Return whether state with this key has the layout of the parameter."""

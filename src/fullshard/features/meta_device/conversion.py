@@ -37,7 +37,7 @@ class ConversionMethods:
 
 
 _Applied = Literal["same", "cast", "real"]
-"""The effect of a function on a unit: none, a cast, or a move from the meta device to the unit's own."""
+"""Effect of a function on a unit: none, a cast, or allocation on the unit's own device."""
 
 
 def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
@@ -71,9 +71,12 @@ def _applied(unit: Unit, fn: Function) -> _Applied:
         is_own = result.device == unit.mesh.device or unit.storage.is_home(result.device)
         if unit.stand_ins is None or not is_own or result.dtype != dtype:
             raise LifecycleError(
-                f"unit {unit.name!r}: cannot turn sharded parameters from {dtype} on {before} into {result.dtype} on "
+                f"unit {unit.name!r}: cannot convert sharded parameters from {dtype} on {before} to {result.dtype} on "
                 f"{result.device}",
-                hint="move the model before sharding it, or to_empty() it from the meta device to where it belongs",
+                hint=(
+                    "move the model before sharding it, or call to_empty() to move it from the meta device to its own "
+                    "device"
+                ),
             )
         return "real"
     return applied
@@ -84,8 +87,8 @@ def _check_cast(unit: Unit) -> None:
     is_real = unit.stand_ins is None
     if is_real and (unit.schedule.optimizer_steps or any(p.grad is not None for _, p in unit.entries)):
         raise LifecycleError(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters with gradients or optimizer "
-            "state",
+            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that have gradients or "
+            "optimizer state",
             hint="cast the model before the first step; for mixed precision use mp_policy",
         )
     hooked = [p.name for slot, p in unit.entries if is_real and _is_hooked(slot.parameter)]
@@ -93,7 +96,7 @@ def _check_cast(unit: Unit) -> None:
         raise LifecycleError(
             f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that were given hooks before "
             f"fully_shard: {hooked}",
-            hint="cast the model before, or register the hooks after the cast",
+            hint="cast the model before fully_shard, or register the hooks after the cast",
         )
     kinds = [kind_of(slot.parameter) for slot in unit.slots] if not is_real else []
     kinds += [kind for bucket in unit.buckets for kind in bucket.kinds] if is_real else []

@@ -24,7 +24,7 @@ from fullshard.engine.placing import move_to_device, own_modules
 from fullshard.wrap.partition import Slot, UnitPlan, Values
 
 WEIGHTS = "_fullshard_weights"
-"""Attribute of a module in the model: the `WeightSource` its parameters on the meta device come from."""
+"""Module attribute with the `WeightSource` for its parameters on the meta device."""
 
 
 class WeightSource(Values, Protocol):
@@ -49,7 +49,7 @@ def weight_source(model: nn.Module) -> WeightSource | None:
 
 
 InitFunction = Callable[[nn.Module], Any]
-"""Initialises the parameters and buffers that belong to one module directly, not to its children."""
+"""Initialises the parameters and buffers of one module, but not those of its children."""
 
 
 @contextlib.contextmanager
@@ -145,9 +145,11 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
     ]
     if missed:
         raise WrapError(
-            f"{type(module).__name__} was built on the meta device and nothing initialises its {', '.join(missed)}",
-            hint="use shard_model(model, ...), which finds the model's own initialisation and takes param_init_fn; "
-            "build the model under fullshard.meta_parameters() to keep its buffers real",
+            f"{type(module).__name__} was built on the meta device, and nothing initialises its {', '.join(missed)}",
+            hint=(
+                "use shard_model(model, ...), which finds the model's own initialisation and accepts param_init_fn; "
+                "build the model under fullshard.meta_parameters() to keep its buffers real"
+            ),
         )
     return True
 
@@ -191,7 +193,7 @@ def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
     mesh.check_agreement(lines, what="the parameters and buffers to take from rank 0")
     for tensor in tensors:
         whole = tensor.contiguous()
-        with Waiting("weights of rank 0's", [mesh.world_group]):  # each may take as long as a wait may
+        with Waiting("weights from rank 0", [mesh.world_group]):  # each may take as long as a wait may
             dist.broadcast(as_sent(whole.reshape(-1)), group=mesh.world_group, group_src=0)
         if whole is not tensor:
             tensor.copy_(whole)

@@ -77,7 +77,7 @@ def shard_model(
         mesh = init_mesh(shard_size=row.mesh_shape(joined_world_size(), shard_size)[1], device=device)
     prefetch = _backward_prefetch(backward_prefetch)
     if units_in([model]):
-        raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
+        raise WrapError("part of the model is already sharded", hint="call shard_model once, on an unsharded model")
     check_can_be_unsharded(model, [model, *unit_modules])
     reshard = row.frees_after_forward if reshard_after_forward is None else reshard_after_forward
     storage = storage_of(offload_policy, mesh.device)
@@ -126,7 +126,7 @@ def _backward_prefetch(name: str) -> BackwardPrefetch:
         return BackwardPrefetch(str(name).upper())
     except ValueError:
         names = ", ".join(BackwardPrefetch)
-        raise ConfigError(f"unknown backward_prefetch {name!r}", hint=f"use one of {names}") from None
+        raise ConfigError(f"there is no backward_prefetch {name!r}", hint=f"use one of {names}") from None
 
 
 def _plan_units(

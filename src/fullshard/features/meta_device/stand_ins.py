@@ -77,10 +77,12 @@ class StandIns:
     def error(self, unit: UnitParameters) -> LifecycleError:
         """Return the error for using a unit before its parameters have values."""
         return LifecycleError(
-            "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {self.names_on_meta} (rank {unit.mesh.rank}, unit {unit.name!r})",
-            hint="call model.to_empty(device=...) and initialise it, or load_state_dict; fullshard.shard_model runs "
-            "the model's own initialisation, a unit at a time",
+            "FSDP parameters should be materialized from meta device before training, but the following were still "
+            f"on meta device: {self.names_on_meta} (rank {unit.mesh.rank}, unit {unit.name!r})",
+            hint=(
+                "call model.to_empty(device=...) and initialise the model, or call load_state_dict; "
+                "fullshard.shard_model runs the model's own initialisation one unit at a time"
+            ),
         )
 
     def settle(self) -> None:
@@ -89,15 +91,15 @@ class StandIns:
             held, original = _held(slot), slot.parameter
             if (held.shape, held.dtype) != (original.shape, original.dtype):
                 raise LifecycleError(
-                    f"parameter {stand_in.name} was replaced while it was on the meta device by one of shape "
-                    f"{tuple(held.shape)} and {held.dtype}: got sharded as {tuple(original.shape)} and "
+                    f"parameter {stand_in.name} was replaced while it was on the meta device: it now has shape "
+                    f"{tuple(held.shape)} and {held.dtype}, but it was sharded as {tuple(original.shape)} and "
                     f"{original.dtype}",
                     hint="replace or cast it before fully_shard",
                 )
             if any(map(torch_private.gradient_hooks, (original, stand_in, held))):
                 raise LifecycleError(
-                    f"register_hook on parameter {stand_in.name} while it was on the meta device never fires: what "
-                    "autograd sees is made once the parameter has values",
+                    f"register_hook on parameter {stand_in.name} while it was on the meta device never runs, because "
+                    "autograd uses a tensor that is created once the parameter has values",
                     hint="use register_post_accumulate_grad_hook",
                 )
             slot.replaced += dict.fromkeys((original, stand_in, held))  # type: ignore[arg-type]
@@ -201,7 +203,8 @@ def _warn_of_empty(unit: Unit) -> None:
     empty = [p.name for p in plain if p.local.numel() and bool(p.local.isnan().all())]
     if empty:
         warnings.warn(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: to_empty() and then nobody has filled {', '.join(empty)}",
+            f"rank {unit.mesh.rank}, unit {unit.name!r}: to_empty() allocated parameters that were never filled: "
+            f"{', '.join(empty)}",
             stacklevel=2,
         )
 

@@ -16,7 +16,7 @@ OVERRIDDEN: Mapping[str, frozenset[str]] = {"torch.nn.Module": frozenset({"_appl
 would not call the replacement any more. Since 2.0."""
 
 gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
-"""The hooks that `register_hook` has put on a tensor, by number. Since 2.0."""
+"""Returns the hooks registered on a tensor with `register_hook`, by number. Since torch 2.0."""
 
 
 def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:

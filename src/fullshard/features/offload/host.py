@@ -28,7 +28,7 @@ from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.device import has_streams
 
 LEAVING = 1
-"""Gradients that may be on their way to the host before computing waits for the oldest; bounds their memory."""
+"""Maximum number of gradients in flight to the host before computation waits for the oldest; it bounds their memory."""
 
 
 class Host:

@@ -162,7 +162,10 @@ class Pages:
             raise LifecycleError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {shape}{where} is at version {found}; expected version {saved.version} instead",
-                hint="change a copy of it; torch.autograd.set_detect_anomaly(True) says which operation saved it",
+                hint=(
+                    "change a copy of it; use torch.autograd.set_detect_anomaly(True) to find the operation that "
+                    "saved it"
+                ),
             )
         if block is None or view is None:
             return saved.tensor

@@ -135,9 +135,9 @@ class OneMemory(Storage):
         is_frozen = (not slot.parameter.requires_grad for plan in plans for slot in plan.slots)
         if self._wanted.compute_shards and not self._wanted.main_weights and not any(is_frozen):
             raise ConfigError(
-                "compute shards on the host and main weights on the device: trainable parameters are gathered from "
-                "main weights, and none is frozen",
-                hint="offload main weights too, or leave compute shards on the device",
+                "compute shards are on the host and main weights on the device, but trainable parameters are gathered "
+                "from main weights, and no parameter is frozen",
+                hint="offload main weights, too, or keep compute shards on the device",
             )
 
 
@@ -237,6 +237,6 @@ def check_offloads_activations(units: int) -> None:
     """Raise if a model with offloaded activations has only one unit: backward would start with all of them."""
     if units == 1:
         raise ConfigError(
-            "activations on the host with the whole model as one unit: backward begins with all of them",
-            hint="make its layers units, too, or leave activations on the device",
+            "activations are on the host and the complete model is one unit, so backward would start with all of them",
+            hint="make its layers units, too, or keep activations on the device",
         )

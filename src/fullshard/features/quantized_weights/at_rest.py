@@ -36,7 +36,7 @@ from fullshard.features.quantized_weights.marks import mark_of, put_mark, stamp
 from fullshard.wrap.partition import Slot, Values, names_in
 
 _PIECE_NUMEL = 2**22
-"""Elements that are read and encoded at a time; a multiple of every atom."""
+"""Number of elements to read and encode at a time; a multiple of every atom."""
 
 
 @runtime_checkable
@@ -97,8 +97,8 @@ class CodedParameter(ShardedParameter):
         if requires_grad:
             self.bucket.originals.parameters[self._index].requires_grad_(False)
             raise LifecycleError(
-                f"rank {self.mesh.rank}: {self.name} is stored in codes, which no optimizer can update",
-                hint="train an adapter beside it, or leave it unquantised",
+                f"rank {self.mesh.rank}: {self.name} is stored as codes, which no optimizer can update",
+                hint="train an adapter for it, or leave it unquantised",
             )
         return self
 
@@ -182,8 +182,8 @@ class CodedBucket(Bucket):
         if changed := self.originals.take_changes():
             names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place under unsharded(), but "
-                f"stored as {self._form.name}",
+                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place under unsharded(), but it "
+                f"is stored as {self._form.name}",
                 hint="merge adapters with `fullshard merge`, or change the weights before the model is sharded",
             )
 
@@ -196,9 +196,9 @@ def _copy(made: Iterable[torch.Tensor], places: Iterable[torch.Tensor]) -> None:
 def _not_finite(slot: Slot) -> WrapError:
     places = ", ".join(f"{type(module).__name__}.{attribute}" for module, attribute in slot.owners)
     return WrapError(
-        f"{places} {tuple(slot.parameter.shape)} is to be stored in codes, but has no values yet, or NaN or infinity",
-        hint="give it values before it is sharded, by fullshard.from_pretrained, say; or, sharded on the meta device, "
-        "by load_state_dict(..., assign=True)",
+        f"{places} {tuple(slot.parameter.shape)} cannot be stored as codes: its values are missing, NaN or infinite",
+        hint="load values before sharding, for example with fullshard.from_pretrained; or, after sharding on the meta "
+        "device, with load_state_dict(..., assign=True)",
     )
 
 
@@ -266,7 +266,7 @@ class Coded(ParameterKind):
     """A marked weight, or the local part of a marked DTensor. Delegates to the kind it would have without the mark."""
 
     bucket_type = CodedBucket
-    why_no_cast = "that are stored in codes"
+    why_no_cast = "that are stored as codes"
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a marked parameter."""
@@ -290,9 +290,9 @@ class Coded(ParameterKind):
         trained = {id(slot.parameter) for slot in slots if slot.parameter.requires_grad}
         if trained:
             raise WrapError(
-                f"{names_in(roots, trained)}: to be trained, and marked to be stored in codes, which no optimizer can "
-                "update",
-                hint="freeze it with requires_grad_(False), or call fullshard.quantize once adapters are on",
+                f"{names_in(roots, trained)}: trainable weights are marked to be stored as codes, which no optimizer "
+                "can update",
+                hint="freeze them with requires_grad_(False), or call fullshard.quantize after adapters are added",
             )
         turned = {
             id(s.parameter)
@@ -301,8 +301,8 @@ class Coded(ParameterKind):
         }
         if turned:
             raise WrapError(
-                f"{names_in(roots, turned)}: its blocks are to run along the last dim but one, which no vector has, "
-                "nor a part of tensor parallelism",
+                f"{names_in(roots, turned)}: the blocks should run along the second-to-last dim, but the weight is a "
+                "vector or is split by tensor parallelism",
                 hint="leave it out of the tensor-parallel plan, mark it without is_transposed, or load it with "
                 "dequantize=True",
             )
@@ -314,7 +314,7 @@ class Coded(ParameterKind):
 
     def why_no_rows(self, slot: Slot) -> str:
         """Return the reason why the weight is not split between rows."""
-        return "it is stored in codes, which are cut between blocks"
+        return "it is stored as codes, which are split between blocks"
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that this rank has to shard, with its dims in block order."""

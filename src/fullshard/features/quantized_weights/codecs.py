@@ -17,7 +17,7 @@ from fullshard.core.imports import import_extra
 
 _PIECE_NUMEL = CPU_PIECE_NUMEL
 _ROW_NUMEL = 4096
-"""Elements of a row that bitsandbytes decodes on a CPU; for one long row its code is fifteen times slower."""
+"""Row length for decoding with bitsandbytes on a CPU; a single long row is fifteen times slower."""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8_MAX = 448.0
 

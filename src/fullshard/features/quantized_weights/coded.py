@@ -54,8 +54,8 @@ class CodedInterval(CodedPart):
             return first  # a state dict of this very model, say
         if torch_private.writes(func) and isinstance((kwargs or {}).get("out", first), cls):
             raise LifecycleError(
-                f"`{func.overloadpacket.__name__}` would change a weight that is stored in codes",
-                hint="train an adapter beside it, which export_hf merges; load codes with load_checkpoint, and other "
+                f"`{func.overloadpacket.__name__}` would change a weight that is stored as codes",
+                hint="train an adapter for it, which export_hf merges; load codes with load_checkpoint, and load other "
                 "values before the model is sharded",
             )
         args, kwargs = (map_tensors(_plain, each) for each in (tuple(args), kwargs or {}))

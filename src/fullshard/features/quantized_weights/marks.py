@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 MARKS = "_fullshard_forms"
-"""Attribute of a module, so that a copy of the module has it, too: the mark of each parameter, by its attribute."""
+"""Module attribute with the marks of parameters by name. Copies of the module therefore keep the marks."""
 _MARK = "_fullshard_form"
 
 

@@ -30,8 +30,8 @@ def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
     before = vars(module).setdefault(MARKS, {}).setdefault(attribute, mark)
     if before.form != mark.form:
         raise ConfigError(
-            f"{type(module).__name__}.{attribute} is to be stored as {mark.form}, and as {before.form} already",
-            hint="name one form: quantize, bitsandbytes' settings, or that of the files",
+            f"{type(module).__name__}.{attribute} is already marked as {before.form}, not {mark.form}",
+            hint="use one form: that of quantize, of bitsandbytes' settings, or of the files",
         )
 
 
@@ -73,8 +73,8 @@ def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -
     found = mark_large(model, form, embeddings=embeddings)
     if not found.marked:
         raise WrapError(
-            f"nothing of {type(model).__name__} can be stored as {form}: {found}",
-            hint="freeze the weights first, model.requires_grad_(False), or put adapters on",
+            f"no weight of {type(model).__name__} can be stored as {form}: {found}",
+            hint="freeze the weights first with model.requires_grad_(False), or add adapters",
         )
     return found
 

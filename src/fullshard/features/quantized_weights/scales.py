@@ -115,7 +115,7 @@ def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tupl
         weight.quant_state = state
         if getattr(state, "packing_format_for_cpu", False):
             raise WrapError(
-                f"the weight of {path or type(module).__name__} is in the layout for inference on a CPU",
+                f"the weight of {path or type(module).__name__} has the layout for inference on a CPU",
                 hint="shard the model before it runs in eval mode",
             )
         yield "weight.absmax", state, "absmax"
@@ -133,8 +133,8 @@ def _mark(tensor: torch.Tensor) -> None:
 
 def _not_quantised(path: str, module: nn.Module) -> WrapError:
     return WrapError(
-        f"{path or type(module).__name__} is a {type(module).__name__} whose weight is not quantised yet",
-        hint="move the model to its device first: bitsandbytes quantises there, model.to('cpu') included",
+        f"the weight of {path or type(module).__name__}, a {type(module).__name__}, is not quantised yet",
+        hint="move the model to its device first, even with model.to('cpu'): bitsandbytes quantises there",
     )
 
 

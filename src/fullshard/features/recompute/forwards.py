@@ -20,10 +20,10 @@ from fullshard.core.user_class import inner_forward, is_unit
 from fullshard.features.recompute import torch_private
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
-"""Names under which Transformers models hand a key/value cache to a layer."""
+"""Argument names with which Transformers models pass a key/value cache to a layer."""
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
-"""The products that `nn.Linear` (and Transformers' `Conv1D`) calls."""
+"""The matrix product kernels that `nn.Linear` and Transformers' `Conv1D` call."""
 
 
 def checkpoint_modules(
@@ -55,26 +55,27 @@ def checkpoint_modules(
     """
     if reentrant and selective:
         raise WrapError(
-            "reentrant checkpointing recomputes everything, so it cannot be selective", hint="leave one of them out"
+            "reentrant checkpointing recomputes everything, so it cannot be selective",
+            hint="set only one of the two",
         )
     names = {id(module): name for name, module in model.named_modules()}
     chosen = outermost(modules)
     # Transformers keeps the switch on the model in older releases and on every layer in newer ones.
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise WrapError(
-            f"{type(model).__name__} has its own gradient checkpointing on; both at once would recompute twice",
-            hint="call model.gradient_checkpointing_disable(), or leave activation checkpointing off",
+            f"{type(model).__name__} has its own gradient checkpointing enabled, and using both would recompute twice",
+            hint="call model.gradient_checkpointing_disable(), or turn off activation checkpointing",
         )
     for module in chosen:
         if id(module) not in names:
-            raise WrapError(f"the {type(module).__name__} to checkpoint is not in {type(model).__name__}")
+            raise WrapError(f"the {type(module).__name__} to checkpoint is not part of {type(model).__name__}")
         where = f"module {names[id(module)] or 'root'!r} ({type(module).__name__})"
         if is_unit(module):
-            raise WrapError(f"{where} is sharded already", hint="checkpoint activations before sharding the model")
+            raise WrapError(f"{where} is already sharded", hint="checkpoint activations before sharding the model")
         if "_recomputed_forward" in module.__dict__:
-            raise WrapError(f"the activations of {where} are checkpointed already")
+            raise WrapError(f"the activations of {where} are already checkpointed")
         if selective and torch_private.is_compiled_function(module.forward):
-            raise WrapError(f"{where} is compiled, and selective checkpointing looks at single operations")
+            raise WrapError(f"{where} is compiled, but selective checkpointing must inspect single operations")
     for module in chosen:
         # None stands for the class's forward, which a deep copy then resolves on the copy.
         module.__dict__["_recomputed_forward"] = module.__dict__.get("forward")
@@ -98,12 +99,17 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
     for module in {id(module): module for module in modules}.values():
         if is_unit(module):
             raise WrapError(
-                f"the {type(module).__name__} to compile is sharded already", hint="compile modules before sharding"
+                f"the {type(module).__name__} to compile is already sharded",
+                hint="compile modules before sharding",
             )
         if module.__dict__.get("_recomputed_by") is _selectively:
             raise WrapError(
-                f"the {type(module).__name__} to compile is checkpointed selectively, which looks at single operations",
-                hint="checkpoint all of it, or nothing: compiled graphs recompute what is cheap by themselves",
+                f"the {type(module).__name__} to compile is checkpointed selectively, which must inspect single "
+                "operations",
+                hint=(
+                    "checkpoint the complete module or none of it: compiled graphs recompute cheap operations "
+                    "automatically"
+                ),
             )
         if "_recomputed_forward" in module.__dict__:
             # The graph goes inside the checkpoint, which then sees one opaque function and needs no tracing itself.
@@ -218,8 +224,11 @@ def _without_cache(
         length = getattr(cache, "get_seq_length", None)
         if length is None or length() != 0:
             raise WrapError(
-                f"{type(module).__name__} got a filled key/value cache ({name}) while its activations are checkpointed",
-                hint="prefix tuning and cached prompts do not go with activation checkpointing: switch one off",
+                f"{type(module).__name__} received a filled key/value cache ({name}) while its activations are "
+                "checkpointed",
+                hint=(
+                    "turn off activation checkpointing, or prefix tuning and cached prompts, which do not work with it"
+                ),
             )
     off = {"use_cache": False} if "use_cache" in kwargs else {}
     return tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args), kwargs | dict.fromkeys(caches) | off

@@ -27,4 +27,4 @@ def is_compiled_function(function: Callable[..., Any]) -> bool:
 
 
 NormBase = _NormBase
-"""The base class of all batch norms; they stay in float32. Since 2.0."""
+"""The base class of all batch norms, which stay in float32. Since torch 2.0."""

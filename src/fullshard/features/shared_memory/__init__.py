@@ -25,5 +25,5 @@ def share_memory(group: dist.ProcessGroup, device: torch.device) -> Candidate | 
         return "only host memory is shared"
     made = connect(group, lambda peers: SharedMemoryCollectives(group, peers))
     if isinstance(made, str):
-        return f"the ranks share no memory: {made}"
+        return f"the ranks do not share memory: {made}"
     return Candidate(made, Route.SHARED_MEMORY.value, "all ranks are on one host")

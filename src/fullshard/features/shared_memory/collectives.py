@@ -35,9 +35,9 @@ from fullshard.features.shared_memory.peers import FILE_NBYTES, HOST_NBYTES, Pee
 from fullshard.features.shared_memory.send_queue import SendQueues
 
 _BUFFERS_START = FILE_NBYTES // 4
-"""In rank 0's file: counters and unsharded buckets begin here; before it, each rank's gradients."""
+"""Offset in rank 0's file of the counters and unsharded buckets; the gradients come before it."""
 MAX_BUFFERS = 2**16
-"""Buckets of all models that ever use these collectives."""
+"""Maximum number of buckets over the lifetime of the collectives, for all models."""
 
 
 class SharedMemoryCollectives(GlooCollectives):

@@ -28,7 +28,7 @@ from fullshard.config.switches import COMM
 from fullshard.core.process import this_machine
 
 FILE_NBYTES = 2**46
-"""More than a host has, and little enough for every rank to map some of each."""
+"""Larger than the memory of any host, but small enough for every rank to map a part of each file."""
 HOST_NBYTES = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
 Made = TypeVar("Made")
@@ -118,7 +118,7 @@ def _check(offers: Sequence[_Offer]) -> None:
     if problem := next((offer.problem for offer in offers if offer.problem), ""):
         raise OSError(problem)
     if any(offer.descriptor is None for offer in offers):
-        raise OSError(f"a rank has {COMM.name}=gloo, or a system without it")
+        raise OSError(f"a rank has {COMM.name}=gloo set, or runs on a system without shared memory support")
     if (hosts := len({offer.namespace for offer in offers})) > 1:
         raise OSError(f"they are on {hosts} hosts")
 
@@ -146,12 +146,12 @@ def _offer() -> _Offer:
     try:
         descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
     except OSError as error:  # a sandbox that has no such call
-        return _Offer("", os.getpid(), None, f"a rank has no file in memory: {error}")
+        return _Offer("", os.getpid(), None, f"a rank could not create a file in memory: {error}")
     try:
         os.ftruncate(descriptor, FILE_NBYTES)
     except OSError as error:
         os.close(descriptor)
-        return _Offer("", os.getpid(), None, f"a rank's files must be small (ulimit -f): {error}")
+        return _Offer("", os.getpid(), None, f"a rank has a limit on the size of files (ulimit -f): {error}")
     return _Offer(this_machine(), os.getpid(), descriptor)
 
 

@@ -63,7 +63,7 @@ class BufferPool:
         start = next((start for start, size in self._free.items() if start + size == self._top), self._top)
         if start + nbytes > len(self._memory):
             raise MemoryError(
-                f"{nbytes} bytes do not fit into the {len(self._memory)} bytes that ranks of one host share"
+                f"{nbytes} bytes do not fit into the {len(self._memory)} bytes that the ranks of one host share"
             )
         self._free.pop(start, None)
         self._top = start + nbytes
@@ -79,12 +79,12 @@ class BufferPool:
 
 
 _LINE = 8
-"""Counters, of 8 bytes each, in a cache line."""
+"""Number of 8-byte counters in a cache line."""
 _QUEUE_NBYTES = 2**17
 _QUEUE_DEPTH = 2048
-"""Gradients that may be under way; a rank waits for its peers before it posts more."""
+"""Maximum number of gradients in flight; a rank waits for its peers before it posts more."""
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-"""Numbered alike on every rank."""
+"""The dtypes in the same order on every rank."""
 
 
 class SendQueues:
@@ -100,7 +100,7 @@ class SendQueues:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         if _LINE * (1 + peers.size) * 8 > _QUEUE_NBYTES - 24 * _QUEUE_DEPTH:
-            raise OSError(f"no queue for {peers.size} ranks")
+            raise OSError(f"there is no room for the queue of {peers.size} ranks")
         nbytes = _QUEUE_NBYTES + 2 * HOST_NBYTES // peers.size  # ranks are alike, so each has its part
         self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
         queues = [np.frombuffer(memory, np.int64, _QUEUE_NBYTES // 8) for memory in self._memories]
@@ -144,7 +144,7 @@ class SendQueues:
         for source in range(self._peers.size):
             other, _, _ = self._entry(source, number)
             if other != tag:
-                raise RuntimeError(f"rank {source} of the group is in collective {other}, this rank in {tag}")
+                raise RuntimeError(f"rank {source} of the group is in collective {other}, but this rank is in {tag}")
 
     def _average_interval(self, number: int, full: torch.Tensor, how: Reduction) -> torch.Tensor:
         """Return the average over the ranks of this rank's interval of entry `number`, which all have posted.
@@ -197,7 +197,9 @@ class SendQueues:
             _, places, _ = self._entry(source, number)
             start, numel = np.frombuffer(memory, np.int64, 2, places + 16 * self._peers.rank).tolist()
             if numel != piece.numel():
-                raise RuntimeError(f"rank {source} of the group has {numel} elements for this one, not {piece.numel()}")
+                raise RuntimeError(
+                    f"rank {source} of the group has {numel} elements for this rank, expected {piece.numel()}"
+                )
             if numel:
                 piece.copy_(torch.frombuffer(memory, dtype=arriving.dtype, count=numel, offset=start))
         return arriving

@@ -47,8 +47,9 @@ _was_asked_for = [False]
 """Whether any optimizer was set to step in backward in this process."""
 
 _HALF_DONE = (
-    "call optimizer.step() after each backward, and model.set_is_last_backward(False) before that of each micro-batch "
-    "but the last; after a backward that failed half-way, optimizer.step(), optimizer.zero_grad() and load a checkpoint"
+    "call optimizer.step() after each backward, and call model.set_is_last_backward(False) before the backward of each "
+    "micro-batch except the last; if a backward has failed, call optimizer.step() and optimizer.zero_grad(), and load "
+    "a checkpoint"
 )
 
 
@@ -72,29 +73,33 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if type(optimizer) not in STEPS_IN_PARTS:
         raise OptimizerError(
-            f"{type(optimizer).__module__}.{name} cannot step in backward: what it keeps besides the state of each "
-            "parameter is not known, so a part of it cannot step alone",
-            hint=f"use one of torch.optim's: {', '.join(cls.__name__ for cls in STEPS_IN_PARTS)}",
+            f"{type(optimizer).__module__}.{name} cannot step in backward, because it may keep data besides the state "
+            "of each parameter, so a part of it cannot step alone",
+            hint=f"use one of torch.optim's classes: {', '.join(cls.__name__ for cls in STEPS_IN_PARTS)}",
         )
     sharded = sharded_parameters(optimizer)
     if not sharded:
         raise OptimizerError(
-            f"{name} holds no sharded parameter to step in backward", hint="shard the model before, or use repoint()"
+            f"{name} holds no sharded parameter to step in backward",
+            hint="shard the model first, or use repoint()",
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise OptimizerError(f"{name} with differentiable=True cannot step in backward, which differentiates nothing")
+        raise OptimizerError(
+            f"{name} has differentiable=True and cannot step in backward, where nothing is differentiated"
+        )
     half = next((p for p in sharded if p.bucket.compute_dtype is torch.float16 and p.requires_grad), None)
     if half is not None:
         raise OptimizerError(
-            f"{name} cannot step in backward: {half.name} computes in float16, whose gradients are scaled, and only "
-            "all of them together tell whether the step is to be left out",
+            f"{name} cannot step in backward: {half.name} computes in float16 with scaled gradients, and all "
+            "gradients are needed to decide whether to skip the step",
             hint="use bf16, which needs no loss scale",
         )
     moved = next((p for p in sharded if p.bucket.plan.main_is_on_host or p.bucket.plan.state_visits_device), None)
     if moved is not None:
         raise OptimizerError(
-            f"{name} cannot step in backward: the main weights or the optimizer state of {moved.name} are on the host",
-            hint="offload compute shards alone, or leave step_in_backward out",
+            f"{name} cannot step in backward, because the main weights or the optimizer state of {moved.name} are on "
+            "the host",
+            hint="offload only compute shards, or leave out step_in_backward",
         )
     stepper = _stepper_of(optimizer)
     models = [StepsInBackward.of(model) for model in dict.fromkeys(p.bucket.owner.schedule for p in sharded)]
@@ -169,16 +174,17 @@ class Stepper:
         name = type(optimizer).__name__
         if model in self._stepped:
             raise LifecycleError(
-                f"a second backward before optimizer.step(): {name} has stepped in the first already", hint=_HALF_DONE
+                f"a second backward ran before optimizer.step(), but {name} has already stepped in the first one",
+                hint=_HALF_DONE,
             )
         if not model.is_last_backward:
             return False
         if torch.is_grad_enabled():
-            raise LifecycleError(f"backward with create_graph=True, and {name} would step in it")
+            raise LifecycleError(f"{name} steps in backward, which does not support create_graph=True")
         if any(hook is not self for hook in torch_private.step_pre_hooks(optimizer).values()):
             raise LifecycleError(
-                f"{name} steps in backward and has a step pre-hook, which would come too late",
-                hint="remove the hook, or leave step_in_backward out",
+                f"{name} steps in backward, but it has a step pre-hook, which would run too late",
+                hint="remove the hook, or leave out step_in_backward",
             )
         refuse_pinned(model.units, "backward steps the optimizer", "train outside `with unsharded(model)`")
         self._prepare(optimizer)
@@ -240,8 +246,8 @@ class Stepper:
         """Allow gradients to be read again, because the script has reached `optimizer.step()`."""
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise LifecycleError(
-                f"{type(optimizer).__name__}.step(closure) would come to a backward that steps, within the step",
-                hint="call backward before step(), or leave step_in_backward out",
+                f"{type(optimizer).__name__}.step(closure) would run a backward that steps inside the step",
+                hint="call backward before step(), or leave out step_in_backward",
             )
         for part in self._parts.values():
             for parameter in part.parameters:
@@ -262,7 +268,7 @@ class Stepper:
                 if not is_same or _versions(now) != versions:
                     raise LifecycleError(
                         f"{key} of parameter group {number} was changed (from {value} to {now[key]}) after backward, "
-                        "in which the optimizer has stepped already",
+                        "but the optimizer has already stepped in that backward",
                         hint=f"set {key} before backward, or after optimizer.step()",
                     )
 

@@ -49,10 +49,12 @@ class TensorParallel(ParameterKind):
                 wrong[id(parameter)] = problem
         if wrong:
             raise WrapError(
-                f"{names_in(roots, wrong)}: a DTensor {next(iter(wrong.values()))}",
-                hint="tensor parallelism needs one mesh for both: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), "
-                "modules split over mesh['tp'], and fully_shard(..., mesh=mesh['dp']); of DTensors over all axes say "
-                "with dp_mesh_dims which of them are for data",
+                f"{names_in(roots, wrong)}: the parameter is a DTensor {next(iter(wrong.values()))}",
+                hint=(
+                    "use one mesh for tensor parallelism and sharding: init_device_mesh(..., mesh_dim_names=('dp', "
+                    "'tp')), split modules over mesh['tp'], and call fully_shard(..., mesh=mesh['dp']); for DTensors "
+                    "over all axes, use dp_mesh_dims to name the data axes"
+                ),
             )
 
     def why_no_rows(self, slot: Slot) -> str:
@@ -61,8 +63,8 @@ class TensorParallel(ParameterKind):
         if not shard.is_beneath or torch_private.groups_of(shard.placement) is None:
             return ""
         return (
-            f"tensor parallelism has placed its packed matrices {tuple(shard.whole_shape)} as {shard.placement}: no "
-            "placement of torch's would say which rows a rank has"
+            f"tensor parallelism has placed its packed matrices {tuple(shard.whole_shape)} as {shard.placement}, and "
+            "torch has no placement for the rows of one rank"
         )
 
     def plain(self, parameter: Any) -> torch.Tensor:
@@ -97,19 +99,19 @@ def _problem(slot: Slot, mesh: Mesh) -> str:
     parameter: Any = slot.parameter
     along_data = [parameter.placements[axis] for axis in sorted(slot.data_axes)]
     if any(not placement.is_replicate() for placement in along_data):
-        return f"placed as {along_data} along what it is to be sharded over. Expected Replicate"
+        return f"placed as {along_data} along the axes to shard over, expected Replicate"
     if parameter.device_mesh.ndim - len(slot.data_axes) > 1:
-        return f"over {parameter.device_mesh}: of one axis beside those that it is sharded over was expected"
+        return f"over {parameter.device_mesh}, expected one axis in addition to those to shard over"
     shard = LocalShard.of(slot)
     if not shard.is_beneath:
         return ""
     groups = torch_private.groups_of(shard.placement)
     if groups is None and type(shard.placement) not in (Shard, Replicate):
-        return f"placed as {shard.placement}: expected Shard or Replicate"
+        return f"placed as {shard.placement}, expected Shard or Replicate"
     if groups is not None and parameter.shape[groups[0]] % (groups[1] * shard.mesh.size()):
-        return f"of shape {tuple(parameter.shape)} placed as {shard.placement}, which does not cut it evenly"
+        return f"of shape {tuple(parameter.shape)} placed as {shard.placement}, which does not split it evenly"
     try:
         mesh.joined(shard.mesh)
     except RuntimeError as error:
-        return f"over {shard.mesh}, which is no other axis of what it is to be sharded over ({error})"
+        return f"over {shard.mesh}, which is not another axis of the mesh to shard over ({error})"
     return ""

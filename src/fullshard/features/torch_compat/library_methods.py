@@ -46,11 +46,14 @@ def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
         tensors = (module.state_dict() if given is None else given).values()  # they may be whole for now
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise LifecycleError(
-                f"{type(module).__name__}.save_pretrained would write this rank's intervals as if they were the "
-                "weights",
-                hint="call on every rank trainer.save_model, Accelerator.save_model, fullshard.checkpoint.export_hf "
-                "or, of a prepared model, save_pretrained(directory, is_main_process=accelerator.is_main_process); or "
-                "pass state_dict=fullshard.checkpoint.full_state_dict(model)",
+                f"{type(module).__name__}.save_pretrained would save this rank's intervals as if they were the "
+                "complete weights",
+                hint=(
+                    "on every rank, call trainer.save_model, Accelerator.save_model, fullshard.checkpoint.export_hf "
+                    "or, with a prepared model, save_pretrained(directory, "
+                    "is_main_process=accelerator.is_main_process); or pass "
+                    "state_dict=fullshard.checkpoint.full_state_dict(model)"
+                ),
             )
         return save(*args, **kwargs)
 
@@ -117,8 +120,8 @@ def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
         if new_num_tokens in (None, rows) and not any((*args, *kwargs.values())):
             return embeddings
         raise LifecycleError(
-            f"{type(module).__name__}.resize_token_embeddings({new_num_tokens}) on a sharded model of {rows} tokens: "
-            "which parameters there are was settled when it was sharded",
+            f"resize_token_embeddings({new_num_tokens}) was called on {type(module).__name__}, a sharded model of "
+            f"{rows} tokens, but the parameters are fixed once a model is sharded",
             hint="resize before fully_shard, shard_model or prepare",
         )
 

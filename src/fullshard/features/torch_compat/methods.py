@@ -22,8 +22,8 @@ from fullshard.features.torch_compat.state import TorchState
 def replicated(module: object, wrapper: str) -> LifecycleError:
     """Return the error for wrapping a module that is a unit or contains one."""
     return LifecycleError(
-        f"{wrapper} around a sharded {user_class(module).__name__} would make replicas of this rank's intervals",
-        hint="leave it out: the units reduce gradients over all ranks themselves",
+        f"{wrapper} around a sharded {user_class(module).__name__} would replicate this rank's intervals",
+        hint="leave out the wrapper: the units already reduce gradients over all ranks",
     )
 
 
@@ -48,20 +48,23 @@ def check_data_parallel() -> None:
 _STAGING = "there are no staging buffers"
 _FIXED: Mapping[str, tuple[Callable[..., object], str]] = {
     "_set_unshard_async_op": (lambda self, async_op: True, "gathers are always asynchronous"),
-    "finalize_backward": (lambda self, *, async_op=False: False, "every backward finishes what it has begun"),
+    "finalize_backward": (lambda self, *, async_op=False: False, "every backward completes its own reductions"),
     "set_allocate_memory_from_process_group_for_comm": (lambda self, enable: not enable, _STAGING),
     "set_custom_all_gather": (
         lambda self, comm: False,
-        "a bucket is gathered in place, which torch's interface cannot say",
+        "a bucket is gathered in place, which torch's interface does not support",
     ),
-    "set_custom_reduce_scatter": (lambda self, comm: False, "gradients are collected where they are reduced from"),
+    "set_custom_reduce_scatter": (
+        lambda self, comm: False,
+        "gradients are collected directly in the reduction's input",
+    ),
     "set_force_sum_reduction_for_comms": (
         lambda self, enable: True,
         "all reductions are sums, and their divisor is applied separately",
     ),
     "set_manual_backward_finalization": (
         lambda self, enabled: not enabled,
-        "what a backward has not reduced is reduced at its end (set_requires_gradient_sync(False) puts it off)",
+        "unreduced gradients are reduced at the end of backward (set_requires_gradient_sync(False) defers that)",
     ),
     "set_reduce_scatter_unused_params": (
         lambda self, reduce_scatter_unused_params, *, recurse=True: True,
@@ -69,11 +72,11 @@ _FIXED: Mapping[str, tuple[Callable[..., object], str]] = {
     ),
     "set_separate_reduce_scatter_group": (
         lambda self, enable=True, *, recurse=True: enable,
-        "gathers and reductions have groups of their own, or reductions would wait for gathers",
+        "gathers and reductions use separate groups, so that reductions do not wait for gathers",
     ),
     "set_symm_mem_for_comm": (lambda self, backend="NCCL": False, _STAGING),
 }
-"""Methods that change nothing: whether the engine does anyway what the arguments ask for, and why it does nothing else.
+"""Methods without effect: whether the engine always behaves as requested by the arguments, and why it does.
 """
 
 
@@ -82,10 +85,10 @@ def _fixed(name: str, is_so: Callable[..., object], why: str) -> Callable[..., N
     def method(self: nn.Module, *args: Any, **options: Any) -> None:
         if not is_so(self, *args, **options):
             given = ", ".join([*map(str, args), *(f"{option}={value}" for option, value in options.items())])
-            raise LifecycleError(f"{name}({given}) is not supported: {why}", hint="leave it out")
+            raise LifecycleError(f"{name}({given}) is not supported: {why}", hint="leave out the call")
 
     method.__name__, method.__qualname__ = name, f"{TorchMethods.__name__}.{name}"
-    method.__doc__ = f"Do nothing if the engine does so anyway, and refuse anything else: {why}."
+    method.__doc__ = f"Accept the value that matches the engine's behavior, and raise for any other: {why}."
     return method
 
 
@@ -116,8 +119,8 @@ class TorchMethods(FSDPModule):
         schedule = require_unit(self).schedule
         if require_unit(self) is not schedule.units[-1]:
             raise LifecycleError(
-                f"reset_iter_state() of unit {require_unit(self).name!r}, which is not the outermost one",
-                hint="call it on the module that fully_shard was called on last",
+                f"reset_iter_state() was called on unit {require_unit(self).name!r}, which is not the outermost unit",
+                hint="call it on the module that was passed to fully_shard last",
             )
         schedule.reset()
 
@@ -223,7 +226,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise WrapError(f"{type(module).__name__} has no method {method_name!r}", hint="name one that it has")
+        raise WrapError(
+            f"{type(module).__name__} has no method {method_name!r}",
+            hint="pass the name of an existing method",
+        )
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -240,4 +246,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     for module in modules:
         if unit_of(module) is None:
-            raise WrapError(f"share_comm_ctx: {type(module).__name__} is no unit", hint="call fully_shard on it first")
+            raise WrapError(
+                f"share_comm_ctx: {type(module).__name__} is not a unit",
+                hint="call fully_shard on it first",
+            )

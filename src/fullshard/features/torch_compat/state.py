@@ -48,9 +48,9 @@ class _View:
 
     def _missing(self, what: str) -> LifecycleError:
         return LifecycleError(
-            f"{user_class(self._of[0].modules[0]).__name__} is sharded by fullshard: {what} of torch's own "
-            "`fully_shard`, which something asks for, is not there",
-            hint="import from fullshard what you import from torch.distributed.fsdp, share_comm_ctx included",
+            f"{user_class(self._of[0].modules[0]).__name__} is sharded by fullshard, which does not have {what} of "
+            "torch's own `fully_shard`",
+            hint="import from fullshard what the script imports from torch.distributed.fsdp, including share_comm_ctx",
         )
 
 

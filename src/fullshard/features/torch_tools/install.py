@@ -140,7 +140,7 @@ def _norm_of(
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"the total norm of order {norm_type} of gradients is {total.item()}, so it cannot be clipped"
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
         )
     return total
 
@@ -219,8 +219,12 @@ def _check_sent_list(param: object, param_name: str) -> None:
 def _refuse_to_send(tensor: object) -> None:
     if isinstance(tensor, ShardedTensor) and tensor.spec.mesh.shard_size > 1:
         raise LifecycleError(
-            f"rank {tensor.spec.mesh.rank}: a collective of {tensor.name}, of which every rank has other elements",
-            hint="leave it out: gradients are averaged over all ranks already; the whole is .full_tensor()",
+            f"rank {tensor.spec.mesh.rank}: a collective was called with {tensor.name}, but each rank holds different "
+            "elements of it",
+            hint=(
+                "leave out the collective, because gradients are already averaged over all ranks; use .full_tensor() "
+                "for the complete tensor"
+            ),
         )
 
 
@@ -264,18 +268,20 @@ def _from_local(
         return made
     if shape is None:
         raise LifecycleError(
-            f"{local_tensor.numel()} elements of an interval do not tell the shape of the whole",
-            hint="DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
+            f"an interval of {local_tensor.numel()} elements does not determine the shape of the complete tensor",
+            hint="use DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
         )
     spec = _spec_of(device_mesh, shape, ragged)
     if local_tensor.shape == shape:  # PEFT gives the whole, for it takes every placement for tensor parallelism's
         local_tensor = spec.cut(local_tensor)
     if local_tensor.numel() != spec.interval.numel:
         raise LifecycleError(
-            f"rank {spec.mesh.rank} has {spec.interval.numel} elements of a tensor {tuple(shape)} with the placement "
-            f"{ragged}, not {local_tensor.numel()}",
-            hint="give as many as the parameter's own to_local() has; or distribute_tensor(whole, p.device_mesh, "
-            "p.placements)",
+            f"rank {spec.mesh.rank} should hold {spec.interval.numel} elements of a tensor {tuple(shape)} with the "
+            f"placement {ragged}, but it was given {local_tensor.numel()}",
+            hint=(
+                "pass as many elements as the parameter's to_local() has, or use distribute_tensor(whole, "
+                "p.device_mesh, p.placements)"
+            ),
         )
     _check_no_graph(local_tensor)
     return ShardedTensor(local_tensor.detach().reshape(spec.local_shape), spec)
@@ -321,7 +327,7 @@ def _mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
 def _spec_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> ShardSpec:
     mesh = _mesh_of(device_mesh)
     if mesh is None:
-        raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="give the parameter's own device_mesh")
+        raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="pass the parameter's own device_mesh")
     return ShardSpec(mesh, shape, ragged, Name())
 
 
@@ -329,8 +335,8 @@ def _check_no_graph(tensor: torch.Tensor) -> None:
     """Raise if a tensor has a gradient function, because its gradient would silently be lost here."""
     if tensor.grad_fn is not None:
         raise LifecycleError(
-            f"a tensor {tuple(tensor.shape)} that was computed with gradients is to be laid out as a sharded parameter",
-            hint="detach() it first, or compute it under torch.no_grad()",
+            f"a tensor {tuple(tensor.shape)} that requires gradients cannot be distributed like a sharded parameter",
+            hint="call detach() first, or compute it under torch.no_grad()",
         )
 
 
@@ -385,8 +391,12 @@ def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
 
 def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
     return LifecycleError(
-        f"rank {parameter.mesh.rank}: no graph has sharded parameter {parameter.name}, but the whole one",
-        hint="inside `with unsharded(model)` model.parameters() are the whole ones; or call backward() and read .grad",
+        f"rank {parameter.mesh.rank}: the autograd graph contains the unsharded parameter instead of sharded "
+        f"parameter {parameter.name}",
+        hint=(
+            "use the unsharded parameters from model.parameters() inside `with unsharded(model)`, or call backward() "
+            "and read .grad"
+        ),
     )
 
 

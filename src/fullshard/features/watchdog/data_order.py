@@ -15,7 +15,7 @@ Orders = dict[tuple[int, int | None], int]
 that each read data of their own may well be in different epochs of it."""
 
 ORDERS: Orders = {}
-"""The orders of this process, for the loaders that are being iterated."""
+"""The orders of this process for loaders that are being iterated."""
 
 
 def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
@@ -28,14 +28,14 @@ def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
         first, expected = known[0]
         if order != expected:
             return (
-                f"ranks read a data loader in different orders: rank {first} in that of epoch {expected}, rank {rank} "
-                f"in that of epoch {order}; so some samples are read twice, and others never"
+                f"ranks read a data loader in different orders: rank {first} in the order of epoch {expected}, rank "
+                f"{rank} in the order of epoch {order}; some samples are read twice, and others never"
             )
     return None
 
 
-HINT = "a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all"
-"""The remedy for an unintended difference."""
+HINT = "read the loader on every rank, or call loader.set_epoch(number) on all ranks: one rank has read it alone"
+"""The hint for an unintended difference."""
 
 
 def check_orders(orders: Iterable[int | None]) -> None:

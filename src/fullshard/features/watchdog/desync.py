@@ -30,14 +30,14 @@ from fullshard.engine.unit_parameters import UnitState
 from fullshard.features.watchdog.data_order import HINT, ORDERS, difference
 from fullshard.features.watchdog.watchdog import WATCHDOG
 
-_HINT = "give every rank as many batches, and have all of them run the same units, steps and learning rates"
+_HINT = "give every rank the same number of batches, and use the same units, steps and learning rates on all ranks"
 _MODEL_HINT = (
-    "build the same model from the same configuration, and load the same weights, on every rank; after a sharding that "
-    "some ranks failed in, make a new process group"
+    "build the same model from the same configuration, and load the same weights, on every rank; if sharding failed on "
+    "some ranks, create a new process group"
 )
 _ORDER_HINT = (
-    "every rank runs the same units in the same order: make no unit of what runs for some inputs only (experts: their "
-    "block is the unit), and build the same model"
+    "run the same units in the same order on every rank: do not make a unit of a module that runs only for some inputs "
+    "(for experts, use their block as the unit), and build the same model"
 )
 
 
@@ -163,10 +163,12 @@ class DesyncDetection(Extension):
         """Report a difference between the ranks, if there is one. This is then a collective."""
         if largest[0] != smallest[0]:
             raise CommunicationError(
-                f"rank {self._mesh.rank}: load_state_dict has come to {self._loads} units on this rank, which is not "
-                "so on all others: the model is loaded in parts",
-                hint="call load_state_dict on every rank, or fullshard.checkpoint.load_full_state_dict, which sends "
-                "what one rank has",
+                f"rank {self._mesh.rank}: load_state_dict has loaded {self._loads} units on this rank and a different "
+                "number on other ranks, so the model is only partly loaded",
+                hint=(
+                    "call load_state_dict on every rank, or use fullshard.checkpoint.load_full_state_dict, which "
+                    "distributes the state dict of one rank"
+                ),
             )
         if largest != smallest:
             self.compare()

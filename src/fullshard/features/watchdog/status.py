@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 
 PROCESS, STATUS = "fullshard/process/{}", "fullshard/status/{}"
-"""Keys in the store, by rank: its identity, and its status if that has not changed for a while."""
+"""Keys in the store by rank, for its identity and for its status once that has not changed for a while."""
 _NAMED = 3
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
@@ -68,7 +68,7 @@ def met(statuses: dict[int, Status]) -> str:
     if not all(status["is_alive"] and status.get("is_waiting") for status in statuses.values()):
         return ""
     told = "; ".join(described(rank, status) for rank, status in sorted(statuses.items())[:_NAMED])
-    return f"ranks are out of step: all wait here, after different units, or the network has stopped: {told}"
+    return f"ranks are out of step: all ranks wait in one place after different units, or the network is down: {told}"
 
 
 def ended() -> str:
@@ -85,7 +85,7 @@ def missing(statuses: dict[int, Status]) -> dict[int, Status]:
 def named(statuses: dict[int, Status]) -> str:
     """Describe the ranks that others wait for: those that are not waiting, or all if there are none."""
     if not statuses:
-        return "which one cannot be said, for the job's store does not answer"
+        return "the rank is unknown because the job's store does not answer"
     late = missing(statuses) or statuses
     lines = [described(rank, status) for rank, status in list(late.items())[:_NAMED]]
     return "; ".join(lines) + (f"; and {len(late) - _NAMED} more" if len(late) > _NAMED else "")
@@ -96,7 +96,7 @@ def described(rank: int, status: Status) -> str:
     store, key = torch_private.default_store(), PROCESS.format(rank)
     name = f"rank {rank}" + (f" ({store.get(key).decode()})" if store.check([key]) else "")
     if "what" not in status:
-        return f"{name} gives no sign of life, or goes on elsewhere"
+        return f"{name} gives no sign of life, or continues elsewhere"
     step = f" (step {status['step']})" if status["step"] else ""
     last = f"it did {status['what'] or 'nothing yet'}{step}"
     if status.get("has_ended"):
@@ -104,7 +104,7 @@ def described(rank: int, status: Status) -> str:
     if status["is_waiting"]:
         return f"{name} waits in {status['what']}{step}"
     if not status["is_alive"]:
-        return f"{name} gives no sign of life any more; {last}"
+        return f"{name} no longer gives a sign of life; {last}"
     where = ", called from ".join(status["here"]) or "an unknown place"
     does = f"waits in torch's {status['collective']}" if status["collective"] else "is running"
     return f"{name} {status['busy'] or does}, at {where}; {last} before"

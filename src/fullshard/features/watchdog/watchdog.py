@@ -44,7 +44,7 @@ from fullshard.features.watchdog.meeting import meet
 from fullshard.features.watchdog.status import PROCESS, STATUS, Status
 
 BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
-"""Seconds before a line is printed: a launcher starts all ranks, and may take long on a busy host."""
+"""Seconds before a message is printed. A launcher starts all ranks, which can take long on a busy host."""
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def _say_who_is_missing() -> None:
 
 LATER_SECONDS = 120.0
 _STEPS = 3
-"""A rank may be as late as this many of the slowest steps."""
+"""A rank may be late by this multiple of the slowest step."""
 _STALL_SECONDS = 30.0
 
 
@@ -91,25 +91,25 @@ _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
 """Keys in the store: the number of errors of all ranks together; by rank, its own by group and how often the group was
 in step again."""
 _GIVEN_UP = "fullshard/given-up"
-"""Key in the store: why a rank has closed its groups, for the ranks that find them closed."""
+"""Key in the store for the reason why a rank has closed its groups, read by ranks that find them closed."""
 _SOON = 2.0
-"""Seconds of a wait after which the thread looks for errors."""
+"""Seconds of a wait after which the thread checks for errors."""
 _LOOKS = 15
-"""Looks before a wait is worth a line; after the first five the other ranks leave word."""
+"""Number of checks before a wait is reported; the other ranks leave their status after the first five."""
 _QUOTED = 300
 _FRAMES = 3
 _BUSY = {
     "compiles": ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"),
     "saves": ("/fullshard/checkpoint/", "/torch/serialization.py", "/torch/distributed/checkpoint/"),
 }
-"""Work that may take long and is no fault, by the files that are on the stack then."""
+"""Work that may legitimately take long, identified by the files on the stack."""
 _LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
 _CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(read|write) error", re.IGNORECASE)
-"""Gloo's messages about a rank that is gone."""
+"""Gloo's messages about a rank that has ended."""
 _APART = re.compile(r"is in collective|preamble\.length")
 """Messages about ranks that are in different collectives."""
 _NCCL_SECONDS = 600.0
-"""The default time-out that torch gives NCCL; for other backends it is `default_pg_timeout`."""
+"""torch's default timeout for NCCL; other backends use `default_pg_timeout`."""
 
 
 class Watchdog(Watcher):
@@ -216,7 +216,7 @@ class Watchdog(Watcher):
                 why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode() or status.ended()
         if not why and _CLOSED.search(text):
             other = f"rank {1 - dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() == 2 else "a rank"
-            why = f"{other} has ended, or left its process group, while this one waits for it"
+            why = f"{other} has ended or left its process group while this rank waits for it"
         return why or (f"ranks are out of step: {text}" if _APART.search(text) else error)
 
     # -- the thread ---------------------------------------------------------------------------------------------
@@ -362,7 +362,9 @@ class Watchdog(Watcher):
             are_stuck = others is None or all(others.get(rank, {}).get("is_waiting") for rank in behind)
             if had[fewest][0] < had[most][0] and are_stuck:
                 what = had[most][1]
-                return f"rank {most} had an error in {what} that rank {fewest} did not have: they are out of step"
+                return (
+                    f"rank {most} had an error in {what} that rank {fewest} did not have, so the ranks are out of step"
+                )
         return ""
 
     def _say(self, seconds: float, others: dict[int, Status]) -> None:
