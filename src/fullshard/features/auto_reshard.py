@@ -52,7 +52,7 @@ def keep_unsharded(
         say(_keep(schedule, budget_nbytes, "the budget that was given"))
         return
     measure = functools.partial(headroom_nbytes, units[-1].mesh.device, ranks_on_host=ranks_on_host)
-    measure()  # so that it fails now if it does
+    measure()  # fail now, if at all
 
     def decide(steps: int) -> None:
         if steps == STEPS_BEFORE_MEASURING:
@@ -80,7 +80,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
     outermost one and a separate head, do not count.
     """
     root = schedule.units[-1]
-    inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are kept in any case
+    inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are always kept
     free = [unit for unit in inner if not unit.freed_nbytes]
     if len(free) == len(inner):
         budget_nbytes, why = None, "freeing them would release no memory: ranks share it, or this rank owns all of it"

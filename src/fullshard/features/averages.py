@@ -178,7 +178,7 @@ class EMA:
         names, parameters = _trained(self._model)
         if are_same(parameters, self._parameters):
             return
-        if are_same(parameters, [sharded_parameter_of(p) for p in self._parameters]):  # made before it was sharded
+        if are_same(parameters, [sharded_parameter_of(p) for p in self._parameters]):  # created before sharding
             self._averages = [_own(a, p).clone() for a, p in zip(self._averages, parameters, strict=True)]
             self._parameters = parameters
         else:
@@ -216,7 +216,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(weights: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    # A thousandth of a difference is lost in the eight bits of a bfloat16.
+    # The eight bits of a bfloat16 cannot represent an update by a thousandth.
     return weights.detach().to(device or weights.device, torch.float32 if weights.dtype in _HALF else None, copy=True)
 
 

@@ -69,7 +69,7 @@ def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
     model.__dict__[_INNER], model.__dict__[_ASKED] = model.__dict__.get("forward"), (names, tokens)
-    # The signature stays visible: Transformers' Trainer reads from it which columns of the data the model takes.
+    # Keep the signature visible: Transformers' Trainer uses it to find the data columns that the model accepts.
     model.forward = MethodType(functools.wraps(getattr(forward, "__func__", forward))(_forward_with_loss), model)
     head.__dict__[_INNER] = head.__dict__.get("forward")
     head.forward = MethodType(_head_forward, head)

@@ -73,7 +73,7 @@ class _Views:
                     self._places[id(holder), attribute] = holder, attribute, path
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
-        # An LSTM has a list of its parameters themselves.
+        # An LSTM keeps a list of the parameters themselves.
         return not isinstance(tensor, (nn.Parameter, _Freed)) and self._unit.has_view(tensor)
 
     def hide(self) -> None:

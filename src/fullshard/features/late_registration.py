@@ -48,7 +48,7 @@ class LateRegistration(Extension):
         self._units = units = self.model.units
         self._places = {(id(m), attribute) for unit in units for slot in unit.slots for m, attribute in slot.owners}
         parameters = [p for _, module in self._modules() for p in module._parameters.values() if p is not None]
-        # Held, so that another parameter cannot get the id of one that is gone.
+        # Keep them alive, so that no other parameter can get the id of a deleted one.
         self._left_alone = {id(p): p for p in parameters if sharded_parameter_of(p) is None}
         self._seen = -1
         self._parameters: list[dict[str, nn.Parameter | None]] = []

@@ -76,8 +76,8 @@ class NonFiniteGuard(Extension):
     def _forget(self) -> None:
         self._is_bad = False
         self._ranks: set[int] = set()
-        self._squares: list[torch.Tensor] = []  # of an accelerator, for which the host does not wait in backward,
-        self._seen: torch.Tensor | None = None  # and the flag of earlier backwards
+        self._squares: list[torch.Tensor] = []  # on an accelerator: the host does not wait for them in backward
+        self._seen: torch.Tensor | None = None  # the flag of earlier backwards
         self._message: tuple[torch.Tensor, dist.Work | None] | None = None
         self._alarm: bool | None = None
         self._names: dict[str, str] | None = None
@@ -99,7 +99,7 @@ class NonFiniteGuard(Extension):
         """Check a part of a sum of gradients; see `comm.base.Watch`."""
         if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
-        if part.device.type != "cpu":  # no `dot`: CUDA's takes no more than 2^31 elements
+        if part.device.type != "cpu":  # not `dot`, which is limited to 2^31 elements on CUDA
             self._squares.append(torch.linalg.vector_norm(part))
             return
         is_plain = part.dtype in (torch.float32, torch.float64)
@@ -109,7 +109,7 @@ class NonFiniteGuard(Extension):
         self._is_bad = True
         others = {rank: term for rank, term in terms.items() if term.data_ptr() != part.data_ptr()}
         ranks = [rank for rank, term in others.items() if not bool(term.isfinite().all())]
-        # The sum is where the term of a rank was; it is that one's fault if it is no other's.
+        # The sum has replaced the term of one rank. If all other terms are finite, that rank is to blame.
         guilty, group = ranks or terms.keys() - others.keys(), self._mesh.shard_group
         self._ranks |= {self._mesh.rank if group is None else dist.get_global_rank(group, rank) for rank in guilty}
 
@@ -138,7 +138,7 @@ class NonFiniteGuard(Extension):
             squares = torch.stack([square.float() for square in self._squares])
             self._squares.clear()
             flag |= squares.isfinite().all().logical_not()
-            self._seen = flag.clone()  # the flag itself becomes all ranks'
+            self._seen = flag.clone()  # the flag itself will be reduced over all ranks
         return flag
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
@@ -223,7 +223,7 @@ class NonFiniteGuard(Extension):
             self._forget()
             return None
         if not any(name in names for name in held):
-            return None  # those of another optimizer
+            return None  # the gradients belong to another optimizer
         self._forget()
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
@@ -231,7 +231,7 @@ class NonFiniteGuard(Extension):
         """Raise the same error on all ranks if gradients are not finite, or drop them if steps may be skipped."""
         _left_out.discard(optimizer)
         if getattr(optimizer, "found_inf", None) is not None:
-            return  # a scaler's, which has the optimizer's kernel leave the step out
+            return  # set by a scaler: the optimizer's kernel skips the step
         finding = self._find(p.name for bucket in buckets for p in bucket.sharded_parameters)
         if finding is None:
             self._in_a_row = 0

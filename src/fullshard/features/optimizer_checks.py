@@ -30,8 +30,9 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "torch_optimizer": frozenset({"Adafactor", "Shampoo"}),
     **dict.fromkeys(("apollo_torch", "galore_torch"), frozenset({"Adafactor", "GaLoreAdafactor"})),
 }
-"""Optimizers whose update of an element depends on the rest of its tensor, and that neither compute it with torch's
-functions of the tensor alone nor divide it over the ranks: by package. Other such optimizers see the whole tensor."""
+"""Optimizers, by package, in which the update of an element depends on the rest of its tensor, but that neither use
+only torch functions of the tensor nor divide the work over ranks. Other optimizers of this kind get the unsharded
+tensor."""
 
 _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
 """Those of the above that update unsharded parameters in their own hooks when gradients arrive."""

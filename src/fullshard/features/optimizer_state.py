@@ -80,7 +80,7 @@ def _map_states(
     saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     held = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state = dict(state_dict["state"])
-    for key, parameter in zip(saved, held, strict=False):  # torch refuses other lengths
+    for key, parameter in zip(saved, held, strict=False):  # torch checks the lengths
         if key in state and isinstance(parameter, ShardedParameter):
             state[key] = function(state[key], parameter)
     return {**state_dict, "state": state}

@@ -109,7 +109,7 @@ class _Int8Blocks(_Packed):
 
     @torch.no_grad()
     def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        # Room that is used again: the system would return, and clear, new memory for every chunk.
+        # Reuse this memory; otherwise, the system would allocate and clear new pages for every chunk.
         room = torch.empty(0, dtype=torch.float32, device=into.device)
         for elements, multiples, scales in self._chunks(into, values.numel()):
             blocks = values[elements].float().view(multiples.shape)

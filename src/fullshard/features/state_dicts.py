@@ -38,7 +38,7 @@ class StateDicts(Extension):
         for unit in self.model.units:
             if unit not in self._watched:
                 self._watched.add(unit)
-                own = weakref.ref(unit)  # the hooks of a copied module keep it too
+                own = weakref.ref(unit)  # the hooks of a copied module also keep it
                 for holder in {id(m): m for slot in unit.slots for m, _ in slot.owners}.values():
                     holder.register_state_dict_post_hook(functools.partial(_after_state_dict, own))
                     holder.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, own))
@@ -93,14 +93,14 @@ def _before_load_state_dict(
     for attribute, parameter in _held_by(module, unit):
         value = given.get(attribute)
         if value is None or value.shape != parameter.shape:
-            continue  # torch reports it
+            continue  # torch reports this
         if isinstance(value, DTensor) and value.placements == parameter.placements:
-            # PEFT takes every DTensor for one that was split before, and puts whole tensors for intervals.
+            # PEFT assumes that every DTensor was split before, and replaces intervals with unsharded tensors.
             local = value.to_local()
             value = local if local.shape == value.shape else value
         if not isinstance(value, DTensor):
             value = state_dict[prefix + attribute] = ShardedTensor(parameter.spec.cut(value.detach()), parameter.spec)
-        if replaces and unit.stand_ins is None:  # of a unit on the meta device the modules are to hold the values
+        if replaces and unit.stand_ins is None:  # the modules of a unit on the meta device will hold the values
             _take(parameter, value)
             state_dict[prefix + attribute] = parameter
 

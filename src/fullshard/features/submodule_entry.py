@@ -59,7 +59,7 @@ def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
             continue
         before, after = _hooks_of(_WatchedPart(unit))
         handles.append(part.register_forward_pre_hook(before, prepend=True))
-        handles.append(part.register_forward_hook(after, always_call=True))  # an exception must not leave it unsharded
+        handles.append(part.register_forward_hook(after, always_call=True))  # reshard even after an exception
     return handles
 
 
@@ -67,14 +67,14 @@ class _WatchedPart:
     """One module that is watched for direct calls."""
 
     def __init__(self, unit: Unit) -> None:
-        self.unit, self.has_unsharded = unit, False  # whether it is called past the unit, and reshards it in the end
+        self.unit, self.has_unsharded = unit, False  # set during a direct call that must reshard
 
     def begin(self) -> None:
         """Unshard the unit if the module is called outside its forward."""
         self.unit.take_requires_grad()
         self.unit.unshard()
         if torch.is_grad_enabled():
-            self.unit.is_kept_for_backward = True  # nothing will announce its backward
+            self.unit.is_kept_for_backward = True  # no event will mark its backward
         else:
             self.has_unsharded = True
 

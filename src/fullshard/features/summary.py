@@ -64,7 +64,7 @@ class Sharding:
         largest = max(units, key=lambda unit: unit.full_nbytes)
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         numel = sum(bucket.layout.numel for bucket in buckets)
-        # Nothing was requested for the root, which keeps its parameters under every strategy.
+        # Skip the root, which keeps its parameters under every strategy.
         kept = sum(not unit.frees_after_forward and unit.asked_to_free is not None for unit in units)
         frees = not kept or any(unit.frees_after_forward for unit in units)
         sizes = mesh.replicate_size, mesh.shard_size

@@ -49,7 +49,7 @@ def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
 
 def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
     """Return the embedding of the input tokens, or the head, if the model identifies it."""
-    with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
+    with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either error
         found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
         return found if isinstance(found, nn.Module) else None
     return None

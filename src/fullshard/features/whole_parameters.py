@@ -41,7 +41,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
         schedule.begin_use()
     for unit in units:
         if any(bucket.gather_packing is not None for bucket in unit.buckets):
-            unit.reshard()  # kept values are not exact
+            unit.reshard()  # cached values are not exact
     before = {unit: (unit.is_pinned, unit.state) for unit in units}
     for unit in units:
         unit.unshard(exactly=True)

@@ -59,7 +59,7 @@ class ConsistencyCheck(Extension):
             )
         self.policy, self.every = policy, every  # type: ignore[assignment]
 
-    # -- moments ------------------------------------------------------------------------------------------------
+    # -- callbacks ----------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         """Start to measure a new step."""

@@ -56,7 +56,7 @@ def find_difference(model: Schedule) -> None:
     ranks = " and ".join(f"rank {rank} ({odd[rank]})" for rank in sorted(odd))
     text = f"replicas hold different weights: {first_of(list(names), _SHOWN)} of {ranks}"
     text += "" if is_even else f", unlike {mesh.replicate_size - 1} other replicas"
-    if mesh.is_first:  # before the error, which ends the run, so that its report contains this
+    if mesh.is_first:  # before the error ends the run, so that the report contains this
         JOURNAL.note(Happening.REPLICA, text, rank=min(odd), ranks=sorted(odd), parameters=list(names)[:_SHOWN])
     hint = "the replicas are evenly split, so the correct values are unknown: " if is_even else ""
     raise ReplicaError(

@@ -133,7 +133,7 @@ class _Locals:
             raise mixed(self._func, self.target, tensor)
         if tensor.dim() == 0:
             return tensor
-        if tensor.numel() == 1:  # spread, or a kernel with `out` would make that longer, which may be empty
+        if tensor.numel() == 1:  # expand it, or the kernel would resize an empty `out`
             return tensor.reshape([1] * len(self._spec.local_shape)).expand(self._spec.local_shape)
         return self._spec.cut(tensor)
 
@@ -157,7 +157,7 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
             at_once = [value[position] for value in lists if len(value) == len(first)]
             like, changed = first_sharded(at_once), first[position]
             if like is not None and isinstance(changed, DTensor) and part_of(changed, like.spec) is not None:
-                made[position] = _Locals(like, func)  # one of torch's own that has the same rows
+                made[position] = _Locals(like, func)  # a torch DTensor with the same rows
             elif any(isinstance(tensor, DTensor) for tensor in at_once):
                 refuse_plain(func, at_once, {})
 
@@ -189,7 +189,7 @@ def _check_laid_out(
     func: torch_private.Kernel, held: ShardedTensor, likes: Sequence[ShardedTensor | None], changed: Sequence[Any]
 ) -> None:
     """Raise if a kernel would write to a copy of a tensor's data instead of its own memory."""
-    for like, tensor in zip(likes, changed, strict=False):  # of some state there is none
+    for like, tensor in zip(likes, changed, strict=False):  # some state is missing
         if not isinstance(tensor, DTensor):
             continue
         beside = held if like is None else like
@@ -210,7 +210,7 @@ def _own(one: _Locals | None, tensor: Any) -> Any:
     if one is not None and isinstance(tensor, torch.Tensor):
         return one.of(tensor)
     if isinstance(tensor, WholeTensor):
-        return torch_private.local_of(tensor)  # the memory itself, which may be written to
+        return torch_private.local_of(tensor)  # the memory itself, because it may be written to
     return _plain_whole(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -265,7 +265,7 @@ def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, A
 def _plain_whole(tensor: DTensor) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):
         return tensor.spec.gather(tensor.local)
-    detached: Any = tensor.detach()  # else torch does it in place, which it could not before 2.12
+    detached: Any = tensor.detach()  # otherwise, torch detaches in place, which failed before 2.12
     whole: torch.Tensor = detached.full_tensor()
     return whole
 
@@ -299,7 +299,7 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
     return target
 
 
-# -- reductions and other kernels with a rule of their own ------------------------------------------------------
+# -- reductions and other kernels with special rules ------------------------------------------------------------
 
 
 def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
@@ -310,7 +310,7 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
 def _reduced(local: torch.Tensor, spec: ShardSpec, placement: Placement) -> torch.Tensor:
     """Reduce the ranks' parts immediately, because `item()` of a partial tensor returns only one part."""
     parts = dtensor_of(local, spec, placement)
-    if spec.is_chunked:  # torch warns of both axes in one go
+    if spec.is_chunked:  # torch warns if both axes are reduced at once
         parts = parts.redistribute(placements=spec.placements(None, placement))
     whole: torch.Tensor = parts.full_tensor()
     return whole
@@ -332,7 +332,7 @@ def _norm(
 ) -> Any:
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
-    # Not every norm of nothing is 0; one of negative order is as small as the smallest element makes it.
+    # The norm of an empty tensor is not always 0: for negative orders it is the neutral element of a minimum.
     nothing = float("inf") if order < 0 else 0.0
     local = tensor.local if tensor.local.numel() else tensor.local.new_full((1,), nothing)
     norm: torch.Tensor = torch.linalg.vector_norm(local, order, **options)
@@ -357,11 +357,11 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     torch_private.NORM_OF_MANY: lambda _, tensors, order=2, dtype=None: [
         torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors
     ],
-    "equal": lambda func, *tensors: _gathered(func, tensors, {}),  # which torch marks as element by element
+    "equal": lambda func, *tensors: _gathered(func, tensors, {}),  # torch tags it as elementwise
     torch_private.ITEM: lambda _, tensor: tensor.spec.gather(tensor.local).item(),
     "is_same_size": lambda _, left, right: left.shape == right.shape,
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new),
 }
 
-torch_private.keep_compiler_out(_compute)  # it would trace half of a rule, and reduce twice
+torch_private.keep_compiler_out(_compute)  # the compiler would trace only part of a rule, and reduce twice
 ShardedTensor._compute = staticmethod(_compute)

@@ -131,7 +131,7 @@ class _Methods(ShardedTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if self.spec.is_by_rows:
-            return self.local  # its one box
+            return self.local  # its only box
         for box in self.boxes():
             if torch.Size(box.offsets) == index.offset:
                 start = int(self.local.storage_offset()) + box.start
@@ -175,7 +175,7 @@ class _ParameterMethods(ShardedParameter):
             )
         local = self.interval_of(value, "data")
         if local is not self.local and local.data_ptr() != self.local.data_ptr():
-            # A `.data` or state dict taken earlier keeps its values, as that of any parameter does.
+            # A `.data` or state dict taken earlier keeps its values, as with any parameter.
             before = self.local.detach().clone()
             earlier: list[Any] = [self.data, *_detached_of(self).values()]
             for taken in earlier:

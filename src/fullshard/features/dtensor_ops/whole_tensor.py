@@ -107,7 +107,7 @@ class WholeTensor(_Whole):
         refuse_plain(func, args, kwargs)
         result = call_with(func, args, kwargs, WholeTensor, torch_private.local_of)
         if torch_private.writes(func):
-            return None if result is None else target_of(args, kwargs)  # of lists torch wants nothing back
+            return None if result is None else target_of(args, kwargs)  # torch ignores the result for lists
         held = next(t for t in tensors if isinstance(t, WholeTensor))
         return map_arguments(result, torch.Tensor, lambda made: WholeTensor.of(made, held.spec))
 
@@ -127,7 +127,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:
-        ctx.spec, local = whole.spec, torch_private.local_of(whole).clone()  # which may be changed
+        ctx.spec, local = whole.spec, torch_private.local_of(whole).clone()  # the caller may change it
         return local if is_plain else torch_private.wrap(DTensor, local, torch_private.layout_from(whole))
 
     @staticmethod

@@ -63,7 +63,7 @@ class ExtendedBucket(Bucket):
         extended = slots[0].parameter
         super().__init__(slots, **options)
         [parameter] = self.sharded_parameters
-        mark_original(extended, parameter)  # it is not kept, as it has the memory of the whole
+        mark_original(extended, parameter)  # not kept, because it holds unsharded memory
         if isinstance(parameter, ExtendedParameter):
             parameter.rows = self.buffer.rows
 
@@ -208,9 +208,9 @@ class ExtendedBuffer(FullBuffer):
             self.storage_ids = frozenset(own | storages.keys())
             return self.unsharded
         for storage, nbytes in self._beside:
-            if storage.nbytes() != nbytes:  # otherwise it would move
+            if storage.nbytes() != nbytes:  # otherwise the memory would move
                 storage.resize_(nbytes)
-        # Autograd may have saved views of it, and must not count a refill as a change.
+        # Autograd may have saved views, and must not count a refill as a change.
         version = self.unsharded._version
         rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
         torch_private.set_versions((self.unsharded,), (version,))

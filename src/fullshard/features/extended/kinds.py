@@ -54,7 +54,7 @@ class Extended(ParameterKind):
         """Make a parameter wrap other memory."""
         wrapped_by(parameter).data = plain
         if parameter.dtype != plain.dtype:
-            parameter.data = parameter.detach().to(plain.dtype)  # for its dtype alone, which autograd uses
+            parameter.data = parameter.detach().to(plain.dtype)  # only for its dtype, which autograd uses
 
 
 class Composed(Extended):
@@ -117,7 +117,7 @@ class LateProtocol(Extension):
 
     def forward_begins(self) -> None:
         """Raise an error if a sharded parameter was given the protocol's method after sharding."""
-        of_locals = map(vars, map(torch_private.local_of, self._sharded))  # every step asks: no loop but of those
+        of_locals = map(vars, map(torch_private.local_of, self._sharded))  # runs in every step, so avoid a Python loop
         is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
         for parameter in itertools.compress(self._sharded * 2, is_told):
             raise LifecycleError(

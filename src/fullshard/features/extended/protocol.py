@@ -45,8 +45,8 @@ class Composition:
     """The information needed to assemble a composed parameter from its inner tensors."""
 
     kind: type[Any]
-    context: Any  # the class's further data, beside tensors, to make one
-    shapes: dict[str, torch.Size]  # of the tensors of the whole, by name
+    context: Any  # the class's non-tensor data for creating an instance
+    shapes: dict[str, torch.Size]  # shapes of the unsharded inner tensors, by name
 
     @classmethod
     def of(cls, parameter: Any) -> Self:

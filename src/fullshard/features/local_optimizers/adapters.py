@@ -42,7 +42,7 @@ def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
     The sharded parameters are restored while a closure runs.
     """
-    take_back(optimizer)  # an earlier step has failed
+    take_back(optimizer)  # in case an earlier step failed
     lent: list[tuple[list[Any], int, ShardedParameter]] = []
     for group in optimizer.param_groups:
         members = group["params"]

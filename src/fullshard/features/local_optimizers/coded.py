@@ -39,7 +39,7 @@ def encode(
     extremes = [torch.finfo(torch.float8_e4m3fn).max] if book is None else [float(book.abs().max()), -float(book.min())]
     scales = largest / extremes[0]
     codes = _nearest(blocks, scales, book)
-    # The largest value of such a block is an extreme of the book times the scale, rounded: look beside the quotient.
+    # The largest value of a decoded block is a rounded product of scale and code book extreme: try nearby quotients.
     for near in (largest / extreme for extreme in extremes if extreme > 0):
         for ulps in (0, 1, -1, 2, -2):
             tried = (near.view(torch.int32) + ulps).clamp(min=0).view(torch.float32)

@@ -126,10 +126,10 @@ class WholeMatrices:
         turns = range(len(travel))
         here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Coming]()
         for turn in turns:
-            # Every rank starts the next exchange before it waits for this one's matrices and computes them.
+            # Every rank starts the next exchange before it waits for the matrices of this one.
             here.extend(travel.to_owners(after, give) for after in turns[turn + 1 : turn + 2])
             gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), dtype, compute)))
-            if turn:  # one behind: its way back overlapped with the computation just done
+            if turn:  # one turn later, so that the way back overlaps with computation
                 travel.take(turn - 1, gone.popleft(), take)
         for last in turns[-1:]:
             travel.take(last, gone.popleft(), take)
@@ -149,7 +149,7 @@ class _Coming:
 
     pieces: list[MatrixPiece]
     work: Work
-    leaving: torch.Tensor  # what this rank sends from; it must stay alive meanwhile
+    leaving: torch.Tensor  # this rank's send buffer, which must stay alive during the exchange
     bucket: Bucket
     what: str
     width: int

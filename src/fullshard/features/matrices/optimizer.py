@@ -70,7 +70,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._check_owners(dealt)
         self._whole, self._dealt = dealt, parameters
         for parameter in parameters if self.keeps_matrices else ():
-            # What was whole on all ranks: state made before the model was sharded, or loaded.
+            # Drop state of other owners' matrices, which exists if it was created before sharding or loaded.
             own, state = set(self.owned(parameter)), self.state.get(parameter, {})
             for key in [key for key in state if self.is_owned(key) and int(key.rpartition(".")[2]) not in own]:
                 del state[key]

@@ -28,7 +28,7 @@ class ConversionMethods:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         converted = convert(units_of(self), fn)  # type: ignore[arg-type]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)  # the parameters are converted already
+        torch.__future__.set_swap_module_params_on_conversion(False)  # the parameters are already converted
         try:
             torch_private.apply_past_fsdp(self, _except(converted, fn), recurse)
             return self
@@ -42,8 +42,8 @@ _Applied = Literal["same", "cast", "real"]
 
 def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
     """Apply `fn` to the parameters of units, and return the specs that `fn` must not be applied to again."""
-    # In the order of sharding: a unit that is real on one rank and on the meta device on another then has
-    # the same place in memory that ranks share.
+    # Keep the order of sharding, so that a unit that is real on one rank and on the meta device on another has
+    # the same place in shared memory.
     results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}
     on_meta = [unit for unit in results if results[unit] == "real"]
     to_cast = [unit for unit in results if results[unit] == "cast"]
@@ -60,7 +60,7 @@ def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
 
 def _applied(unit: Unit, fn: Function) -> _Applied:
     """Return the effect of `fn` on a unit."""
-    # Parameters on the host compute elsewhere: moving a model there changes nothing.
+    # Parameters stored on the host compute on the device, so moving a model to the host has no effect.
     before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
     applied: _Applied = "same"
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in unit.entries):
@@ -114,7 +114,7 @@ def _cast(unit: Unit, fn: Function) -> None:
     if is_real:
         unit.reshard()  # stand-ins are made of this rank's intervals
         for slot in unit.slots:
-            (torch_private.accumulated_hooks(slot.parameter) or {}).clear()  # the engine's hook, which collects no more
+            (torch_private.accumulated_hooks(slot.parameter) or {}).clear()  # the engine's hook, no longer needed
     meta_device = MetaDevice.of(unit.schedule)
     meta_device.put(unit, StandIns.cast(unit.entries, fn))
     if is_real:

@@ -135,7 +135,7 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
         tensor.fill_(_sentinel(tensor.dtype))
     versions = [tensor._version for _, tensor in fresh]
     init(module)
-    for tensor, value in kept:  # tensors real before (with another unit, say) are not initialised twice
+    for tensor, value in kept:  # do not initialise tensors again that were already real, for example in another unit
         tensor.copy_(value)
     current = {**module._parameters, **module._buffers}
     missed = [
@@ -164,7 +164,7 @@ def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: in
     """Return whether `fresh`, at `version` before, has been neither written to nor replaced."""
     if current is None or fresh.numel() == 0:
         return False
-    if fresh.dtype is torch.bool:  # bool has no spare value to use as a mark
+    if fresh.dtype is torch.bool:  # bool has no unused value for a marker
         return current is fresh and fresh._version == version
     if fresh.dtype.is_floating_point or fresh.dtype.is_complex:
         return bool(current.isnan().all())
@@ -180,7 +180,7 @@ def _default_init(model: nn.Module, roots: Iterable[nn.Module]) -> InitFunction:
 
     def init(module: nn.Module) -> None:
         reset: Any = getattr(module, "reset_parameters", None)
-        if reset is not None:  # else the module's tensors keep their mark and are reported by name
+        if reset is not None:  # otherwise the tensors keep their marker and are reported by name
             reset()
 
     return init
@@ -193,7 +193,7 @@ def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
     mesh.check_agreement(lines, what="the parameters and buffers to take from rank 0")
     for tensor in tensors:
         whole = tensor.contiguous()
-        with Waiting("weights from rank 0", [mesh.world_group]):  # each may take as long as a wait may
+        with Waiting("weights from rank 0", [mesh.world_group]):  # the timeout applies to each tensor
             dist.broadcast(as_sent(whole.reshape(-1)), group=mesh.world_group, group_src=0)
         if whole is not tensor:
             tensor.copy_(whole)

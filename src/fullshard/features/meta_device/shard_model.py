@@ -85,13 +85,13 @@ def shard_model(
     plans = _plan_units(model, unit_modules, weights, ignored_parameters(ignored_params))
     check_kinds(plans, [model], mesh)
     storage.check(plans)
-    # The model changes from here on; errors that the plans alone show were raised before.
+    # The model changes from here on. Errors in the plans have already been raised.
     schedule, policy = Schedule(mesh), MixedPrecisionPolicy.of(mp_policy)
     begin_sharding()
     for plan in plans:
         for slot in plan.slots:
             slot.compute_dtype = policy.override(slot.parameter)
-        # Before the unit is made: its buckets copy the values that they find, and drop the rest.
+        # Do this before the unit is created, because its buckets copy the current values.
         materialize(
             plan,
             mesh=mesh,
@@ -109,7 +109,7 @@ def shard_model(
             storage=storage,
             frees_after_forward=None if reshard and plan.modules[0] is model else reshard,
             values=weights,
-            prefix="",  # so that class names in configs, and look-ups of Transformers and PEFT, still work
+            prefix="",  # keep the class name, which configs, Transformers and PEFT look up
         )
     assemble([model], schedule)
     schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch

@@ -170,7 +170,7 @@ class MetaDevice(Extension):
 
     def before_forward(self) -> None:
         """Allocate the units that have values by now, and warn of units with memory but without values."""
-        for unit in reversed(self.model.units) if self.stand_ins else ():  # an error names the first in the model
+        for unit in reversed(self.model.units) if self.stand_ins else ():  # errors name the first unit in the model
             self.make_real(unit)
         for unit in self.unfilled:
             _warn_of_empty(unit)
@@ -222,7 +222,7 @@ def _before_load(
     if unit is None:
         return
     if metadata.get("assign_to_params_buffers") and any(kind_of(s.parameter).form(s.parameter) for s in unit.slots):
-        return  # codes are made of all values at once, once the modules hold them
+        return  # codes need all values, so wait until the modules hold them
     held = {attribute for slot in unit.slots for owner, attribute in slot.owners if owner is module}
     values = [state_dict.get(prefix + attribute) for attribute in held]
     if any(isinstance(value, torch.Tensor) and not value.is_meta for value in values):

@@ -74,7 +74,7 @@ class Host:
                 return work.wait()
 
             return WorkOf(wait)
-        if self._has_streams:  # page-locked memory is read late even so
+        if self._has_streams:  # even then, page-locked memory is read asynchronously
             self._reading = torch.accelerator.current_stream(self._device).record_event()
         return work
 
@@ -84,7 +84,7 @@ class Host:
             tensor = work.wait()
             home = self.empty(tensor.numel(), tensor.dtype)
             home.copy_(tensor, non_blocking=self._to_host is not None)
-        # Outside the stream's context: recorded after the copy, and nothing else is launched there in between.
+        # Recorded outside the stream's context, but still directly after the copy.
         leaving = _Leaving(home, None if self._to_host is None else tensor, self._copied(self._to_host))
         self._leaving.append(leaving)
         while len(self._leaving) > LEAVING:
@@ -139,7 +139,7 @@ class Host:
     def _beside(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         if stream is None:
             return contextlib.nullcontext()
-        # The source may just have been computed, and the target may still be read.
+        # The source may still be computed, and the target may still be read.
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         return stream
 

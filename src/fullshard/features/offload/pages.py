@@ -40,8 +40,8 @@ from fullshard.features.offload.host import Copied, Host, StorageView, bytes_of
 from fullshard.features.offload.storage import HostStorage, check_offloads_activations
 
 SMALLEST_NBYTES = 2**16
-"""Smaller storages stay: a copy of any size takes some microseconds, in which PCIe moves as much. Those are the
-statistics of norms and attention, four bytes per token beside thousands."""
+"""Smaller storages stay on the device, because any copy takes several microseconds, in which PCIe transfers this much.
+They are mostly statistics of norms and attention: four bytes per token, compared with thousands for other tensors."""
 
 
 class Pages:
@@ -74,7 +74,7 @@ class Pages:
         Do nothing without autograd, or inside other code's hooks for saved tensors: a script that checkpoints the
         complete model has already decided what to keep.
         """
-        self.end()  # of a forward that was interrupted
+        self.end()  # in case a forward was interrupted
         self._ahead, self._wanted = ahead, None
         self._pages = [page for page in self._pages if any(page.blocks)]
         if torch.is_grad_enabled() and not torch_private.are_saved_elsewhere():
@@ -108,7 +108,7 @@ class Pages:
                 following.add(block)
             else:
                 blocks.append(block)
-                self._blocks.pop(block.storage_id)  # the id may come again, with memory that is not this one's
+                self._blocks.pop(block.storage_id)  # the id may be reused for other memory
         if blocks:
             tensors = [t for block in blocks if (t := block.on_device) is not None]
             copies, copied = self._host.copies(tensors, to_host=True)
@@ -124,23 +124,23 @@ class Pages:
             copied.wait()
             for block in blocks:
                 block.on_device = None
-            self._leaving = self._wanted = None  # a later use of that page has to bring it again
+            self._leaving = self._wanted = None  # later uses of that page must fetch it again
 
     # -- what autograd calls ------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         if self.page is None or not self._may_move(tensor):
-            # Not the tensor itself if the graph made it: that would be a cycle, which is never freed.
+            # Detach a tensor created by the graph; otherwise, it would form a cycle that is never freed.
             return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         block = self._blocks.get(torch_private.storage_id(storage))
         if block is None:
             block = self._blocks[torch_private.storage_id(storage)] = _Block(storage)
             self.page.add(block)
-        elif block.page is not self.page:  # backward needs it first with the later one
+        elif block.page is not self.page:  # backward needs the later page first
             self.page.add(block)
         counter = tensor.detach()
-        counter.data = self._nothing  # keeps count of changes, and no memory
+        counter.data = self._nothing  # shares the version counter, but holds no memory
         return _Saved(counter, tensor._version, block, StorageView.of(tensor))
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
@@ -185,7 +185,7 @@ class Pages:
             page.arriving = None
         self._wanted = page
         while self._pages and not any(self._pages[-1].blocks):
-            self._pages.pop()  # backward is done with it
+            self._pages.pop()  # backward has finished with this page
         before = next((p for p in reversed(self._pages) if p.number < page.number and any(p.blocks)), None)
         if self._ahead and before is not None:
             self._bring(before)

@@ -42,7 +42,7 @@ def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host
         if host.is_there(tensors[0]) is (way is EventKind.TO_DEVICE) or host.is_here:
             _rebind(tensors, host, way)
             moved[bucket] = moved.get(bucket, 0) + nbytes
-    if moved and way is EventKind.TO_HOST:  # any code may read it there; nothing changes state on its way to the device
+    if moved and way is EventKind.TO_HOST:  # any code may read state on the host
         host.finish()
     for bucket in sorted(moved, key=lambda bucket: bucket.tag):
         if moved[bucket]:
@@ -67,7 +67,7 @@ def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
         view = StorageView.of(tensor).of_storage(copy)
         if torch_private.may_hold(tensor, view):
             tensor.data = view
-        else:  # between the host and a plugged-in device
+        else:  # for out-of-tree devices
             torch.utils.swap_tensors(tensor, view)
 
 
@@ -209,7 +209,7 @@ class HostStorage(OneMemory):
     def before_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Move optimizer state to the device before an update, if necessary."""
         if any(bucket.plan.main_is_on_host for bucket in buckets):
-            for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers: they would wait for no copy
+            for name in ("grad_scale", "found_inf"):  # from GradScaler; fused optimizers do not wait for a copy
                 if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
                     setattr(optimizer, name, value.cpu())
         move_state(optimizer, buckets, self.host, EventKind.TO_DEVICE)

@@ -71,7 +71,7 @@ class DecodedBuffer(FullBuffer):
     @torch.no_grad()
     def _decode(self, gathered: Work) -> torch.Tensor:
         gathered.wait()
-        if self._storage.nbytes() != self._whole_nbytes:  # else it would move
+        if self._storage.nbytes() != self._whole_nbytes:  # otherwise the memory would move
             self._storage.resize_(self._whole_nbytes)
         numel = self.full.numel() // self._ranks
         for coded, values in zip(self._message.full.chunk(self._ranks), self.full.split(numel), strict=True):
@@ -356,4 +356,4 @@ def _turned(parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return plain.mT if _is_turned(parameter) and plain.dim() > 1 else plain
 
 
-register_kinds(Coded(), first=True)  # before those that may be beneath it
+register_kinds(Coded(), first=True)  # before the kinds it can delegate to

@@ -66,7 +66,7 @@ class FourBits(Codec):
 
     def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         codes, scales, *_ = parts
-        if len(out) % 2:  # bitsandbytes would compile a kernel for it
+        if len(out) % 2:  # bitsandbytes would compile a kernel for odd lengths
             FourBits._decode(self, (codes, scales), whole := out.new_empty(len(out) + 1))
             out.copy_(whole[:-1])
             return
@@ -138,7 +138,7 @@ class Mxfp4(Codec):
         codes, scales = parts
         values = _fp4_pairs(out.dtype, out.device).index_select(0, codes.int()).view(-1)
         powers = scales.view(torch.float8_e8m0fnu).float()
-        if out.dtype is torch.bfloat16:  # which has all of them
+        if out.dtype is torch.bfloat16:  # which can represent all of them
             powers = powers.bfloat16()
         _scaled(values, powers, out, self.form.block)
 

@@ -51,7 +51,7 @@ class CodedInterval(CodedPart):
         if isinstance(first, cls) and func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return first._again()
         if isinstance(first, cls) and func is torch.ops.aten.copy_.default and first._stands_for(args[1]):
-            return first  # a state dict of this very model, say
+            return first  # for example, this model's own state dict
         if torch_private.writes(func) and isinstance((kwargs or {}).get("out", first), cls):
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a weight that is stored as codes",

@@ -59,7 +59,7 @@ def expose_scales(model: nn.Module) -> None:
                 setattr(holder, attribute, scale)
             _mark(scale)
             _mark(weight)
-            # Not register_parameter, which allows no dot in a name: bitsandbytes' state dicts have one.
+            # register_parameter does not allow the dot in the names of bitsandbytes' state dicts.
             module._parameters[name] = scale
         _keep_in_place(module, weight)
 
@@ -82,7 +82,7 @@ def _keep_in_place(module: nn.Module, weight: Any) -> None:
     """Prevent the layer from computing with a copy of its parameter, or losing state."""
     if not is_exact(weight):
         return
-    # With DoRA on a CPU PEFT moves the weight, in every forward, to where it is; bitsandbytes would make a new one.
+    # With DoRA on a CPU, PEFT "moves" the weight to its own device in every forward, and bitsandbytes would copy it.
     weight.to = partial(_moved, weight)
     if hasattr(weight, "quant_state"):
         # On some CPUs the first forward in eval mode would replace the weight by a copy in another layout.
@@ -147,12 +147,12 @@ def outline(model: nn.Module) -> None:
         weight: Any = module._parameters.get("weight")
         if is_to_be_quantised(weight) and weight.is_meta:
             if hasattr(weight, "quant_state"):
-                # Transformers has cast it to the dtype that the codes are to be stored in.
+                # Transformers has cast it to the storage dtype of the codes.
                 weight.data = weight.data.float()
             weight._quantize("meta")
             # PEFT copies layers to make DoRA's magnitudes, and bitsandbytes cannot copy a weight without memory.
             weight.__deepcopy__ = lambda _, outlined=weight: outlined
-    # bitsandbytes keeps its tables of codes on the device it was first asked for them on.
+    # bitsandbytes caches its code tables on the device that first requested them.
     tables: Any = getattr(sys.modules.get("bitsandbytes.functional"), "name2qmap", {})
     for name in [name for name, table in tables.items() if table.is_meta]:
         del tables[name]
@@ -242,7 +242,7 @@ class QuantizedWeight(ParameterKind):
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
         """Turn the scales of quantised weights into parameters."""
-        if is_read_later:  # weights that are still in files have no scales yet
+        if is_read_later:  # weights not yet read from files have no scales
             outline(model)
         expose_scales(model)
 

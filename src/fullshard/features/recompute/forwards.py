@@ -60,7 +60,7 @@ def checkpoint_modules(
         )
     names = {id(module): name for name, module in model.named_modules()}
     chosen = outermost(modules)
-    # Transformers keeps the switch on the model in older releases and on every layer in newer ones.
+    # Older Transformers releases keep this flag on the model, newer ones on every layer.
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise WrapError(
             f"{type(model).__name__} has its own gradient checkpointing enabled, and using both would recompute twice",
@@ -77,7 +77,7 @@ def checkpoint_modules(
         if selective and torch_private.is_compiled_function(module.forward):
             raise WrapError(f"{where} is compiled, but selective checkpointing must inspect single operations")
     for module in chosen:
-        # None stands for the class's forward, which a deep copy then resolves on the copy.
+        # None means the forward of the class, so that a deep copy uses its own.
         module.__dict__["_recomputed_forward"] = module.__dict__.get("forward")
         module.__dict__["_recomputed_buffers"] = [inner for inner in module.modules() if inner._buffers]
         module.__dict__["_recomputed_by"] = _reentrantly if reentrant else _selectively if selective else _wholly
@@ -112,7 +112,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
                 ),
             )
         if "_recomputed_forward" in module.__dict__:
-            # The graph goes inside the checkpoint, which then sees one opaque function and needs no tracing itself.
+            # Compile inside the checkpoint, which then calls one opaque function and is not traced.
             module.__dict__["_recomputed_forward"] = torch.compile(
                 inner_forward(module, "_recomputed_forward"), **options
             )
@@ -162,7 +162,7 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
     refuse one that was written to.
     """
     holders: list[nn.Module] = module.__dict__["_recomputed_buffers"]
-    if not holders or torch.compiler.is_compiling():  # a compiled graph has its changes of buffers once
+    if not holders or torch.compiler.is_compiling():  # a compiled graph changes buffers only once
         return inner
     before: list[dict[str, torch.Tensor | None]] = []
 
@@ -173,7 +173,7 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
             output = inner(*args, **kwargs)
             for holder, copies, earlier in zip(holders, before, versions, strict=True):
                 for name, _ in _versions(holder).items() & earlier.items():
-                    del copies[name]  # nor will a further run change it: nothing is kept of a mask or a table
+                    del copies[name]  # unchanged buffers (masks, tables) need no copy
             return output
         kept = [dict(holder._buffers) for holder in holders]
         try:

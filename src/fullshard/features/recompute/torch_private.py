@@ -17,14 +17,14 @@ ATTENTION_KERNELS = frozenset(
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""The kernels that `scaled_dot_product_attention` calls, where it is one kernel. Selective checkpointing keeps their
-results; under another name attention would be computed twice. Since 2.5."""
+"""The kernels that `scaled_dot_product_attention` calls if it runs as one kernel. Selective checkpointing keeps their
+results; if torch renamed them, attention would be computed twice. Since 2.5."""
 
 
 def is_compiled_function(function: Callable[..., Any]) -> bool:
-    """Return whether `torch.compile` made the function; checkpoints cannot inspect it. Since torch 2.0."""
+    """Return whether `torch.compile` made the function; checkpoints cannot inspect it. Since 2.0."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
 NormBase = _NormBase
-"""The base class of all batch norms, which stay in float32. Since torch 2.0."""
+"""The base class of all batch norms, which stay in float32. Since 2.0."""

@@ -51,7 +51,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
-        # Mapped at once: a rank that has no room for it among its addresses raises OSError, and all keep to Gloo.
+        # Map everything now: if a rank lacks address space, it raises OSError, and all ranks use Gloo.
         self._buffers, self._queues = SharedBuckets(peers), SendQueues(peers)
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
@@ -59,7 +59,7 @@ class SharedMemoryCollectives(GlooCollectives):
         return super()._buffer(spec) if place is None else MappedBuffer(self._buffers, place, spec)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        # A tensor that is not from `staging` is copied first, and so for `exchange`.
+        # A tensor that is not from `staging` is copied first, also for `exchange`.
         torch_private.count_for_debugging("c10d._reduce_scatter_base_")
         return self._queues.reduce(full, how)
 
@@ -90,7 +90,7 @@ class SharedBuckets:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         header = 2 * peers.size * MAX_BUFFERS * 8
-        nbytes = header + 2 * HOST_NBYTES  # no place is used twice
+        nbytes = header + 2 * HOST_NBYTES  # places are never reused
         self.shared = peers.map(0, _BUFFERS_START, nbytes)
         self.own = peers.map(0, _BUFFERS_START, nbytes, private=True)
         counts = np.frombuffer(self.shared, dtype=np.int64, count=header // 8)
@@ -126,7 +126,7 @@ class SharedBuckets:
 
     def end(self, number: int) -> None:
         """Record that this rank has no more tensors of a bucket, so that no rank waits for it to free them."""
-        if os.getpid() == self._pid:  # not a forked process, which has the tensor, too
+        if os.getpid() == self._pid:  # a forked process also has the tensor, but must not do this
             self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
             self._ended[number] = True
 
@@ -162,7 +162,7 @@ class MappedBuffer(FullBuffer):
         self._interval = torch.frombuffer(interval, dtype=torch.uint8).view(dtype)
         self.main = self._interval if spec.holds_main else None
         self._offers = 0
-        # With the memory and not with this object: a tensor may outlive it.
+        # Bound to the memory, not to this object, because a tensor may outlive it.
         weakref.finalize(shown, buffers.end, self._number).atexit = False
         weakref.finalize(interval, buffers.release_pages, self._number, begin, nbytes).atexit = False
 

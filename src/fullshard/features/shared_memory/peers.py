@@ -71,7 +71,7 @@ class Peers:
                 continue
             next_check = now + _SECONDS_BETWEEN_CHECKS
             for rank, pid in enumerate(self._pids):
-                if _has_ended(pid) and not is_done():  # it may have done all that was wanted before
+                if _has_ended(pid) and not is_done():  # it may have finished its part before it ended
                     raise RuntimeError(f"rank {rank} of the group (process {pid}) has ended")
             if PROGRESS.given_up:
                 raise RuntimeError(PROGRESS.given_up)
@@ -97,7 +97,7 @@ def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> Made | s
         made = make(peers)
     except OSError as error:
         problem = str(error)
-    # Also from a rank that cannot: the others would wait for it, and share memory without it.
+    # Gather from failed ranks, too; otherwise, the others would wait or share memory without them.
     problem = next(filter(None, _told_by_all(problem, group)), "")
     if problem:
         _close({*files, *(() if mine.descriptor is None else (mine.descriptor,))})
@@ -145,7 +145,7 @@ def _offer() -> _Offer:
         return _Offer("", os.getpid(), None)
     try:
         descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
-    except OSError as error:  # a sandbox that has no such call
+    except OSError as error:  # a sandbox without this system call
         return _Offer("", os.getpid(), None, f"a rank could not create a file in memory: {error}")
     try:
         os.ftruncate(descriptor, FILE_NBYTES)

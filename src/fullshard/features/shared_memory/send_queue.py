@@ -30,7 +30,7 @@ class BufferPool:
         self._top = start
         self._free: dict[int, int] = {}
         self._lock = Lock()
-        # Tensors end whenever and in whichever thread they end; appending to a deque is safe there.
+        # Tensors can be released at any time in any thread; appending to a deque is safe there.
         self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,7 +41,7 @@ class BufferPool:
         with self._lock:
             start = self._take(nbytes)
         piece = memoryview(self._memory)[start : start + numel * dtype.itemsize]
-        # The tensor's storage holds this very object, so the two end together.
+        # The tensor's storage holds this object, so both are released together.
         weakref.finalize(piece, self._returned.append, (start, nbytes)).atexit = False
         return torch.frombuffer(piece, dtype=torch.uint8).view(dtype)
 
@@ -52,7 +52,7 @@ class BufferPool:
 
     def _take(self, nbytes: int) -> int:
         self._collect_returned()
-        # The smallest that is large enough; of those the first.
+        # Use the first of the smallest blocks that are large enough.
         found = min(((size, start) for start, size in self._free.items() if size >= nbytes), default=None)
         if found is not None:
             size, start = found
@@ -101,7 +101,7 @@ class SendQueues:
         self._peers = peers
         if _LINE * (1 + peers.size) * 8 > _QUEUE_NBYTES - 24 * _QUEUE_DEPTH:
             raise OSError(f"there is no room for the queue of {peers.size} ranks")
-        nbytes = _QUEUE_NBYTES + 2 * HOST_NBYTES // peers.size  # ranks are alike, so each has its part
+        nbytes = _QUEUE_NBYTES + 2 * HOST_NBYTES // peers.size  # divided equally among the ranks
         self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
         queues = [np.frombuffer(memory, np.int64, _QUEUE_NBYTES // 8) for memory in self._memories]
         self._posted = [numbers[:1] for numbers in queues]
@@ -122,7 +122,7 @@ class SendQueues:
         number = int(posted[0])
         self._peers.wait_until(lambda: number - int(read.min()) < _QUEUE_DEPTH)
         self._entries[self._peers.rank][number % _QUEUE_DEPTH] = (tag, offset, _DTYPES.index(full.dtype))
-        posted[0] = number + 1  # last: a rank that sees it sees the entry
+        posted[0] = number + 1  # written last, so that the entry is visible to ranks that see it
         return full, number
 
     def _entry(self, source: int, number: int) -> tuple[int, int, torch.dtype]:
@@ -135,7 +135,7 @@ class SendQueues:
         offset = self.pool.offset(tensor)
         if offset is None:
             tensor = self.pool.empty(tensor.numel(), tensor.dtype).copy_(tensor)
-            offset = self.pool.offset(tensor) or 0  # one without elements is nowhere
+            offset = self.pool.offset(tensor) or 0  # an empty tensor has no location
         return tensor, offset
 
     def wait_for(self, number: int, tag: int) -> None:
@@ -157,13 +157,13 @@ class SendQueues:
             return own.to(how.dtype)
         terms = []
         for source, memory in enumerate(self._memories):
-            _, offset, theirs = self._entry(source, number)  # a rank that has accumulated gradients has another dtype
+            _, offset, theirs = self._entry(source, number)  # a rank with accumulated gradients uses another dtype
             start = offset + rank * own.numel() * theirs.itemsize
             there = source != rank
             terms.append(torch.frombuffer(memory, dtype=theirs, count=own.numel(), offset=start) if there else own)
         # No other rank reads this interval, or the sum.
         if own.numel() * how.dtype.itemsize < LONG_NBYTES:
-            into = torch.empty(own.numel(), dtype=how.dtype)  # where activations were, which backward has freed
+            into = torch.empty(own.numel(), dtype=how.dtype)  # reuses memory of freed activations
         else:
             into = own if how.dtype == own.dtype else self.pool.empty(own.numel(), how.dtype)
         return average(terms, into, how.divisor, how.watch)
@@ -172,7 +172,7 @@ class SendQueues:
         """Record that this rank has read entry `number`, and wait until the other ranks have."""
         for read in self._read:
             read[self._peers.rank] = number + 1
-        # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
+        # Memory is reused once every peer has read it; waiting bounds its size.
         own = self._read[self._peers.rank]
         self._peers.wait_until(lambda: int(own.min()) > number)
 

@@ -38,8 +38,8 @@ from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_p
 from fullshard.features.steps_in_backward import torch_private
 
 STEPS_IN_PARTS = ELEMENT_WISE
-"""Optimizers whose step changes state per parameter only, so that parts of them may step one after the other. Others
-may count steps per group or on the optimizer."""
+"""Optimizers that keep state only per parameter, so that their parts can step independently. Other optimizers may count
+steps per group or globally."""
 
 _NAME = "step_in_backward"
 
@@ -105,7 +105,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
     models = [StepsInBackward.of(model) for model in dict.fromkeys(p.bucket.owner.schedule for p in sharded)]
     held = {id(p) for p in sharded}
     if _first_shared(models, held, stepper) is not None:
-        gc.collect()  # an optimizer that was dropped may be part of a cycle
+        gc.collect()  # a discarded optimizer may be part of a reference cycle
         if (shared := _first_shared(models, held, stepper)) is not None:
             raise OptimizerError(
                 f"{name} shares parameter {shared} with another optimizer that steps in backward",
@@ -140,7 +140,7 @@ class _Part:
     """An optimizer of the same class and with the same state for the parameters of one bucket."""
 
     optimizer: optim.Optimizer
-    numbers: list[int] = field(default_factory=list)  # the group of the whole optimizer that each of its groups is of
+    numbers: list[int] = field(default_factory=list)  # the optimizer's group for each group of the part
     parameters: list[ShardedParameter] = field(default_factory=list)
 
 
@@ -231,9 +231,9 @@ class Stepper:
         for number, group in zip(part.numbers, part.optimizer.param_groups, strict=True):
             group.update(self._options[number])
         step: Any = type(optimizer).step
-        step.__wrapped__(part.optimizer)  # without the hooks, which are for `optimizer.step()`
+        step.__wrapped__(part.optimizer)  # without hooks, which belong to `optimizer.step()`
         finish_step(part.optimizer)
-        # From here on a second backward is an error: it would begin from weights that are half of the next step's.
+        # From here on a second backward is an error, because part of the weights are already updated.
         self._stepped[bucket.owner.schedule] = None
         for parameter in parameters:
             parameter.grad, parameter.used_up_by = None, _NAME
@@ -257,7 +257,7 @@ class Stepper:
                 bucket.gradient.unsharded.used_up_by = ""
         stepped_early = bool(self._stepped)
         self._stepped.clear()
-        if stepped_early:  # last: if it raises, code that catches it may read gradients and go on
+        if stepped_early:  # last, so that code that catches an error can read gradients and continue
             self._check_unchanged(optimizer)
 
     def _check_unchanged(self, optimizer: optim.Optimizer) -> None:
@@ -292,7 +292,7 @@ class StepsInBackward(Extension):
     def bucket_is_final(self, bucket: Bucket) -> None:
         """Step the parameters of the bucket, and free their gradients."""
         with bucket.owner.waiting("step in backward"):
-            bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
+            bucket.buffer.wait_for_readers()  # the step changes `main`, which other ranks may be gathering
         nbytes = bucket.gradient.main.nbytes  # read before the step frees it
         stepped = [stepper.step(bucket) for stepper in self.steppers]
         if any(stepped):

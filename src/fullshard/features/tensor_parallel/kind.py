@@ -44,7 +44,7 @@ class TensorParallel(ParameterKind):
             parameter: Any = slot.parameter
             if data is not None and parameter.device_mesh == data[0]:
                 slot.data_axes = data[1]
-            # Only torch's own class: parameters that are a unit's already are found elsewhere.
+            # Check only torch's own class; parameters of existing units are checked elsewhere.
             if type(parameter) is DTensor and (problem := _problem(slot, mesh)):
                 wrong[id(parameter)] = problem
         if wrong:
@@ -73,7 +73,7 @@ class TensorParallel(ParameterKind):
 
     def set_plain(self, parameter: Any, plain: torch.Tensor) -> None:
         """Make a DTensor use another local part."""
-        # `.data` counts changes by itself. A view would count each gather, and backward refuse what it has saved.
+        # `.data` has a separate version counter. With a view, each gather would invalidate tensors saved for backward.
         torch_private.set_local(parameter, self.like(parameter, plain.data))
 
     def like(self, parameter: Any, plain: torch.Tensor) -> DTensor:

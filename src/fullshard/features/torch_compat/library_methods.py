@@ -43,7 +43,7 @@ def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(save).bind(*args, **kwargs).arguments
         given = arguments.get("state_dict", kwargs.get("state_dict"))
-        tensors = (module.state_dict() if given is None else given).values()  # they may be whole for now
+        tensors = (module.state_dict() if given is None else given).values()  # they may be unsharded at the moment
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise LifecycleError(
                 f"{type(module).__name__}.save_pretrained would save this rank's intervals as if they were the "
@@ -99,7 +99,7 @@ def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
         outermost.is_pinned = True
         try:
             made = method(*args, **kwargs)
-        finally:  # after a failure do not wait for the others, which may be elsewhere
+        finally:  # after a failure, do not wait for ranks that may be elsewhere
             outermost.is_pinned = False
             outermost.reshard()
         schedule.settle()

@@ -94,7 +94,7 @@ def _fixed(name: str, is_so: Callable[..., object], why: str) -> Callable[..., N
 
 def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: torch.Tensor) -> None:
     """Call a hook on a stream, ordered after earlier work and before later work."""
-    if reduced.device.type == "cpu" and not isinstance(stream, torch.cpu.Stream):  # nothing is under way on the host
+    if reduced.device.type == "cpu" and not isinstance(stream, torch.cpu.Stream):  # the host is synchronous
         hook(reduced)
         return
     device = torch.get_device_module(reduced.device)
@@ -164,7 +164,7 @@ class TorchMethods(FSDPModule):
         """
         unit = require_unit(self)
         if stream is not None and unit.mesh.replicate_size > 1:
-            # Exactly torch's words, which code written for it compares. The details are beside them.
+            # Use torch's exact text, which scripts may compare. The details are in a note.
             error = ConfigError("stream cannot be set when using native HSDP")
             error.add_note(
                 f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, which are reduced over already\n"

@@ -71,7 +71,7 @@ class _Parameter(_View):
     READ: ClassVar = {
         "sharded_param": lambda unit, parameter: parameter,
         "_param_fqn": lambda unit, parameter: parameter.names[0],
-        # before sharding; tensor parallelism had cut it already
+        # before sharding, but after tensor parallelism
         "_orig_size": lambda unit, parameter: parameter.spec.sharded_shape,
     }
 
@@ -98,7 +98,7 @@ class _ParameterGroup(_View):
         "modules": lambda unit: tuple(unit.modules),
         "fsdp_params": lambda unit: [_Parameter(unit, parameter) for _, parameter in unit.entries],
         "mesh_info": _Axis,
-        # the ranks that share parameters until backward; None: every rank keeps them whole
+        # ranks that share parameters until backward; None if they stay unsharded
         "post_forward_mesh_info": lambda unit: _Axis(unit) if unit.frees_after_forward else None,
         "is_sharded": lambda unit: not _is_unsharded(unit),
         "is_unsharded": _is_unsharded,
@@ -136,7 +136,7 @@ class TorchState(_View):
         "_fsdp_param_groups": lambda unit: [_ParameterGroup(unit)] if unit.slots else [],
         "_mp_policy": lambda unit: unit.policy,
         "_auto_reshard_after_forward": lambda unit: unit.asked_to_free is None,
-        "_lazy_init": lambda unit: lambda: None,  # a unit learns its model when that is made one
+        "_lazy_init": lambda unit: lambda: None,  # a unit gets its schedule when the root is sharded
         "_root_post_backward_final_callback": _reduce_kept,
         "_pre_forward": lambda unit: lambda _module, args, kwargs: (args, kwargs),
         "_post_forward": lambda unit: lambda _module, _args, output: output,

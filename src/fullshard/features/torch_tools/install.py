@@ -58,7 +58,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping as a 0-D tensor, equal on every rank.
     """
-    norm_type = float(norm_type)  # torch takes "inf", too
+    norm_type = float(norm_type)  # torch also accepts "inf"
     clipped = [each for p in _current(parameters) if (each := _Clipped.of(p)).grad is not None]
     norm = _norm_of([(each.spec, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
     nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """Return torch's total norm, in which sharded gradients are summed over the ranks that share them."""
-    norm_type = float(norm_type)  # torch takes "inf", too
+    norm_type = float(norm_type)  # torch also accepts "inf"
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     specs = [tensor.spec if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
     spec = next((spec for spec in specs if spec is not None), None)
@@ -115,7 +115,7 @@ def _total_norm(
         return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
     locals_ = (tensor.local if isinstance(tensor, ShardedTensor) else tensor for tensor in tensors)
     norm = _norm_of(list(zip(specs, locals_, strict=True)), norm_type, error_if_nonfinite, foreach)
-    return dtensor_of(norm, spec)  # as torch has it for its own sharded parameters
+    return dtensor_of(norm, spec)  # as torch does for its own sharded parameters
 
 
 def _norm_of(
@@ -157,7 +157,7 @@ def _group_norm(
     Empty intervals, which are the majority, are skipped.
     """
     parts = [gradient for gradient in gradients if gradient.numel()]
-    # of all gradients, not of the parts: the same on every rank
+    # computed over all gradients, so it is equal on every rank
     dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
     if parts:
         local = _local_norm(parts, order, False, foreach).to(mesh.device, dtype)
@@ -165,7 +165,7 @@ def _group_norm(
         local = torch.full((), math.inf if order < 0 else 0.0, device=mesh.device, dtype=dtype)
     if not groups:
         return local
-    is_root = order not in (0, math.inf, -math.inf)  # neither a count, a maximum nor a minimum
+    is_root = order not in (0, math.inf, -math.inf)  # not a count, maximum or minimum
     op = {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
     summed = local**order if is_root else local
     all_reduce(summed, "the norm of gradients", groups, op)
@@ -184,7 +184,7 @@ def _unscale_grads(
 ) -> dict[torch.device, torch.Tensor]:
     """Unscale gradients as torch does, then agree on whether any rank found an overflow."""
     parameters = sharded_parameters(optimizer)
-    if any(p.bucket.plan.main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
+    if any(p.bucket.plan.main_is_on_host for p in parameters):  # gradients are there; torch does not wait
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(
         self, optimizer, inv_scale, found_inf, allow_fp16
@@ -200,7 +200,7 @@ def _unscale_grads(
     return found
 
 
-# -- collectives of the script's -------------------------------------------------------------------------------
+# -- collectives called by the script --------------------------------------------------------------------------
 
 
 def _check_sent(param: object, param_name: str) -> None:
@@ -228,7 +228,7 @@ def _refuse_to_send(tensor: object) -> None:
         )
 
 
-# -- whole tensors that a model is given ----------------------------------------------------------------------------
+# -- unsharded tensors passed to a model ----------------------------------------------------------------------------
 
 
 def _distribute_tensor(
@@ -239,7 +239,7 @@ def _distribute_tensor(
 ) -> DTensor:
     """Distribute a tensor as torch does, but also accept the placements of a sharded parameter."""
     if device_mesh is not None and device_mesh.size() == 1:
-        options["src_data_rank"] = None  # nothing is to be sent, nor need a process group be there
+        options["src_data_rank"] = None  # nothing is sent, and no process group is needed
     return _made(torch_private.distribute_tensor, tensor, device_mesh, placements, **options)
 
 
@@ -272,7 +272,7 @@ def _from_local(
             hint="use DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
         )
     spec = _spec_of(device_mesh, shape, ragged)
-    if local_tensor.shape == shape:  # PEFT gives the whole, for it takes every placement for tensor parallelism's
+    if local_tensor.shape == shape:  # PEFT passes unsharded tensors, because it expects tensor parallelism
         local_tensor = spec.cut(local_tensor)
     if local_tensor.numel() != spec.interval.numel:
         raise LifecycleError(
@@ -319,9 +319,9 @@ def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
 def _mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
     """Return the mesh that corresponds to this torch mesh, or None if there is none."""
     if not dist.is_initialized():
-        return init_mesh(device=torch.device(device_mesh.device_type))  # of one process alone, which are all alike
+        return init_mesh(device=torch.device(device_mesh.device_type))  # all meshes of a single process are equivalent
     alike = (mesh for mesh in meshes() if mesh.device_mesh == device_mesh)
-    return next((mesh for mesh in alike if mesh.shard_size == device_mesh.shape[-1]), None)  # not one that replicates
+    return next((mesh for mesh in alike if mesh.shard_size == device_mesh.shape[-1]), None)  # without a replicate axis
 
 
 def _spec_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> ShardSpec:
@@ -367,7 +367,7 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     torch_private.zero_grad.torchs(self, set_to_none)
 
 
-# -- gradients that autograd hands to its caller ----------------------------------------------------------------
+# -- gradients that autograd returns to its caller --------------------------------------------------------------
 
 
 def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from fullshard.core.imports import Replaced
 
 
 def let_dtensors_compute() -> None:
-    """Make torch call the `__torch_dispatch__` of DTensor subclasses. Since torch 2.6.
+    """Make torch call the `__torch_dispatch__` of DTensor subclasses. Since 2.6.
 
     torch 2.13 and later do this. Releases 2.10 to 2.12 treat every DTensor as torch's own class unless a rule is
     registered for its type.
@@ -44,44 +44,44 @@ def let_dtensors_compute() -> None:
 
 
 zero_grad = Replaced.of(torch.optim.Optimizer, "zero_grad")
-"""Looks at each `.grad` before it drops it: sharded ones would be made DTensors for that alone. Since 2.0."""
+"""It reads each `.grad` before dropping it, which would wrap sharded gradients as DTensors. Since 2.0."""
 
 total_norm = Replaced.of(clip_grad, "_get_total_norm")
-"""Under `torch.nn.utils.clip_grad_norm_` and `get_total_norm`, which would take each rank's own norm. Since 2.6."""
+"""Called by `torch.nn.utils.clip_grad_norm_` and `get_total_norm`; it would return a local norm. Since 2.6."""
 
 unscale = Replaced.of(torch.amp.GradScaler, "_unscale_grads_")
-"""Under `GradScaler`, whose step one rank alone would leave out on an overflow. Since 2.3."""
+"""Called by `GradScaler`; on an overflow only one rank would skip the step. Since 2.3."""
 
 check_sent = Replaced.of(distributed_c10d, "_check_single_tensor")
 check_sent_list = Replaced.of(distributed_c10d, "_check_tensor_list")
-"""Called with the tensors of a collective, in which every rank would give other elements. Since 2.0."""
+"""Called with the tensors of a collective, to which every rank would pass different elements. Since 2.0."""
 
 distribute_tensor = Replaced.of(state_dict_utils, "distribute_tensor")
-"""Public. It, and so loading whole tensors into a sharded model, knows torch's own placements only. Since 2.0."""
+"""Public. It supports only torch's own placements, also when a sharded model loads a tensor. Since 2.0."""
 
 redistribute = Replaced.of(DTensor, "redistribute")
 from_local = Replaced.of(DTensor, "from_local")
-"""Public. Given a placement that it does not know, it labels whatever elements it has with it. Since 2.0."""
+"""Public. It would accept any elements for a placement that it does not support. Since 2.0."""
 
 make_dtensor = Replaced.of(tensor_api, "_dtensor_init_helper")
-"""Under `torch.distributed.tensor.zeros`, `ones`, `full` and the like, which do the same. Since 2.0."""
+"""Called by `torch.distributed.tensor.zeros`, `ones`, `full` etc., with the same effect. Since 2.0."""
 
 distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
-"""The function that cuts whole tensors from rank 0 for a model's state dict: along one dim. Since 2.5."""
+"""Shards tensors from rank 0 for a model's state dict, but only along one dim. Since 2.5."""
 
 run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
-"""Under `torch.autograd.grad` and `backward`, where a sharded parameter's gradient would be None. Since 2.3."""
+"""Called by `torch.autograd.grad` and `backward`; gradients of sharded parameters would be None. Since 2.3."""
 
 
 def keep_every_box(hf_storage: Any) -> None:
     """Make `HuggingFaceStorageWriter` save a tensor with several boxes on this rank to several files.
 
-    A file can hold only one tensor of each name, so torch would silently keep only the last box. Since torch 2.8.
+    A file can hold only one tensor of each name, so torch would silently keep only the last box. Since 2.8.
     """
     torchs = hf_storage.HuggingFaceStorageWriter._split_by_storage_plan
 
     def split(writer: Any, storage_plan: dict[str, int] | None, items: list[Any]) -> dict[int, list[Any]]:
-        rounds: list[list[Any]] = []  # of each tensor the first box, the second one, ...
+        rounds: list[list[Any]] = []  # the first box of each tensor, then the second, ...
         found: Counter[str] = Counter()
         for item in items:
             if found[item.index.fqn] == len(rounds):

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from fullshard.core.errors import DataError
 
 Orders = dict[tuple[int, int | None], int]
-"""The order's number of each loader, which is known by its own number, the same on all ranks, and by its length: ranks
-that each read data of their own may well be in different epochs of it."""
+"""The number of the current order of each loader. A loader is identified by its number, which is the same on all ranks,
+and its length, because ranks with separate data may legitimately be in different epochs."""
 
 ORDERS: Orders = {}
 """The orders of this process for loaders that are being iterated."""

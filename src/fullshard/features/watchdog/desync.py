@@ -48,10 +48,10 @@ class DesyncDetection(Extension):
         super().__init__(model)
         self._mesh = model.mesh
         self._loads = self._backwards = self._failures = 0  # a rank with fewer loads has other weights
-        self._has_gathered = self.is_order_verified = False  # that of the units in a whole forward
+        self._has_gathered = self.is_order_verified = False  # the order of units in a complete forward
         self._forward: list[Unit] = []
         self._ran: list[Unit] = []
-        self._compared: set[tuple[int, int]] = set()  # loader orders that were compared; they are not compared again
+        self._compared: set[tuple[int, int]] = set()  # loader orders that have already been compared
         self._told: set[tuple[int, int | None]] = set()
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
@@ -76,11 +76,11 @@ class DesyncDetection(Extension):
         lines = [*_describe_structure(units), *further]
         for unit in units:  # last: if the models themselves differ, report that
             places = [] if unit.stand_ins is not None else [bucket.buffer.place for bucket in unit.buckets]
-            if any(place is not None for place in places):  # they count those of earlier models, and failures
+            if any(place is not None for place in places):  # places also depend on earlier models and failures
                 lines.append(f"unit {unit.name!r} has its buckets at {places} in the memory that ranks share")
         self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
 
-    # -- what is done -------------------------------------------------------------------------------------------
+    # -- counters -----------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         """Tell the watchdog that a step begins, so that it can measure the duration of steps."""
@@ -108,7 +108,7 @@ class DesyncDetection(Extension):
         A forward that has not communicated is not counted, because it does not affect the other ranks.
         """
         if failed:
-            error = sys.exc_info()[1]  # None: it was interrupted long ago
+            error = sys.exc_info()[1]  # None if the forward was interrupted earlier
             if error is not None and (self._has_gathered or not self.is_order_verified):
                 self._fail("a forward", error)
         elif not self.is_order_verified:
@@ -129,7 +129,7 @@ class DesyncDetection(Extension):
         if self._backwards:
             self._stepped.clear()
         if all(groups is not optimizer.param_groups for _, groups in self._stepped):
-            # Keep its groups: a dropped optimizer would otherwise have a learning rate until garbage collection.
+            # Keep the groups, so that a discarded optimizer is handled the same before and after garbage collection.
             self._stepped.append((weakref.ref(optimizer), optimizer.param_groups))
         self._backwards = 0
 
@@ -185,7 +185,7 @@ class DesyncDetection(Extension):
         lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
         lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(self._ran)]
         self._mesh.check_agreement(lines, what=f"step {steps + 1} of this process", hint=_HINT)
-        own = dict(ORDERS)  # a script's threads may read loaders too
+        own = dict(ORDERS)  # the script's threads may also read loaders
         of_all = dict(zip(self._mesh.ranks, self._mesh.all_gather_object(own), strict=True))
         self._compared = {(number, order) for (number, _), order in own.items()}
         for loader in sorted(set().union(*of_all.values()) - self._told, key=str):
@@ -200,7 +200,7 @@ class DesyncDetection(Extension):
         for _, groups in self._stepped:
             rates = [group.get("lr") for group in groups]
             on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
-            found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: the optimizer's own rule
+            found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: the optimizer decides
         return found
 
 

@@ -17,9 +17,9 @@ _NAMED = 3
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
 Status = dict[str, Any]
-"""A rank's message: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`, and the
-`collective` of torch's that a script has called, which waits for others, too. `group`: how many ranks it waits with,
-and a digest of which; `has_ended`: its process ends."""
+"""A rank's message: `what`, `step`, `is_waiting`, `here` (functions, innermost first), `busy`, `beat`, and the torch
+`collective` that a script has called, if any. `group`: number and digest of the ranks it waits with. `has_ended`: its
+process is ending."""
 
 
 def read_statuses(own: int) -> dict[int, Status]:
@@ -32,7 +32,7 @@ def read(keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return the values under these keys without deleting them, so that other readers find them."""
     store = torch_private.default_store()
     if not keys or store.check(list(keys)):
-        there = list(keys)  # as nearly always: two messages, however many ranks there are
+        there = list(keys)  # the usual case: two messages for any number of ranks
     else:
         there = [key for key in keys if store.check([key])]
     found = dict(zip(there, store.multi_get(there) if there else [], strict=True))

@@ -88,8 +88,8 @@ def stall_seconds(limit: float) -> float:
 
 
 _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
-"""Keys in the store: the number of errors of all ranks together; by rank, its own by group and how often the group was
-in step again."""
+"""Keys in the store: the total number of errors on all ranks, and by rank the errors by group and how often the group
+has recovered."""
 _GIVEN_UP = "fullshard/given-up"
 """Key in the store for the reason why a rank has closed its groups, read by ranks that find them closed."""
 _SOON = 2.0
@@ -135,7 +135,7 @@ class Watchdog(Watcher):
         return naming_the_missing()
 
     def _forget_world(self) -> None:
-        self.groups.clear()  # of the last one, under names that are given again
+        self.groups.clear()  # names of groups may be reused
         self._rallies = dict[str, int]()
         self._failures: dict[str, tuple[int, str]] = {}
         self._unexplained: set[str] = set()
@@ -150,7 +150,7 @@ class Watchdog(Watcher):
         """
         world = dist.group.WORLD
         if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
-            return  # a group that is written in Python may have threads for ranks
+            return  # ranks of a group implemented in Python may be threads
         if self._world is None or self._world() is not world:
             self._forget_world()
         self.groups.update(group for group in groups if group is not None)
@@ -159,14 +159,14 @@ class Watchdog(Watcher):
         with contextlib.suppress(RuntimeError):
             store, own = torch_private.default_store(), dist.get_rank()
             store.set(PROCESS.format(own), this_process())
-            for key in {STATUS, _FAILED} - self._told.keys():  # from here on they can be read
+            for key in {STATUS, _FAILED} - self._told.keys():  # make these keys readable from now on
                 self._tell(key, "{}")
             store.set(_GIVEN_UP, "")
             store.add(_FAILURES, 0)
         if self._pid != os.getpid():  # a forked process has none of its parent's threads
             self._pid = os.getpid()
             if directory := PREEMPTION_DIR.read():
-                with contextlib.suppress(OSError):  # of a job that is over
+                with contextlib.suppress(OSError):  # the directory of a finished job
                     keep_status_in(Path(directory) / f"status-{os.getpid()}")
             self._is_over = threading.Event()
             start_thread("fullshard watchdog", self._run, (), self._is_over.set)
@@ -211,7 +211,7 @@ class Watchdog(Watcher):
     def reason(self, error: RuntimeError) -> object:
         """Return why a wait ended in a torch error that only names a socket, or the error itself if unknown."""
         why, text = PROGRESS.given_up, str(error)
-        with contextlib.suppress(Exception):  # the store is gone, too
+        with contextlib.suppress(Exception):  # the store may also be gone
             if not why and self._is_in_its_world:
                 why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode() or status.ended()
         if not why and _CLOSED.search(text):
@@ -235,16 +235,16 @@ class Watchdog(Watcher):
         """Run the thread's loop. Signals are left to the main thread, which the launcher asks for its status."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._is_over.wait(_pause(stall_seconds(limit := self.limit))):
-            with contextlib.suppress(Exception):  # a group or store that is just going: the waiting thread notices that
+            with contextlib.suppress(Exception):  # a group or store is closing, which the waiting thread notices
                 if self._is_in_its_world:
                     self._look(limit, time.monotonic())
-        with contextlib.suppress(Exception):  # it is gone, or the store is
+        with contextlib.suppress(Exception):  # the group or the store is gone
             if self._is_in_its_world:
                 self._tell(STATUS, json.dumps({"what": PROGRESS.what, "step": PROGRESS.step, "has_ended": True}))
 
     def _look(self, limit: float, now: float) -> None:
         stall = stall_seconds(limit)
-        self._tell(_FAILED, json.dumps(dict(self._failures)))  # before others look for it
+        self._tell(_FAILED, json.dumps(dict(self._failures)))  # before other ranks check it
         if count := self._untold:
             self._untold -= count
             torch_private.default_store().add(_FAILURES, count)
@@ -259,28 +259,28 @@ class Watchdog(Watcher):
         if idle < stall / 3 and not is_in_vain:
             return
         own = self._tell_status()
-        reading = 2.5 * _pause(stall)  # so long before the end, or it would come as much later
+        reading = 2.5 * _pause(stall)  # start early by this much, to finish in time
         if is_in_vain and self._end_waits(self._failure(self._statuses(reading))):
             return
         if not PROGRESS.is_waiting or idle < min(self._next_line, limit - reading):
             return
         others = self._statuses(reading)
         if self._moves != PROGRESS.moves:
-            return  # a rank has come meanwhile
+            return  # the wait has ended in the meantime
         everyone = {dist.get_rank(): own | {"is_alive": True}, **others}
         alike = {rank: each for rank, each in everyone.items() if each.get("group") == own["group"]}
         concerned = alike if len(alike) == own["group"][0] and status.parted(alike) else everyone
         why = status.parted(concerned)
-        # Longer than a step, in which ranks wait for what a device or a slow link has queued.
+        # Wait longer than a step, because queued work on a device or a slow link also makes ranks wait.
         if why and idle >= (max(stall / 2, self.slowest) if self.slowest else 2 * stall):
             if all(each["is_alive"] for each in concerned.values()):
                 self._end_waits(why)
                 return
             if idle < limit - reading:
-                return  # on a busy machine a rank says rarely that it is still there: look again
+                return  # on a busy machine ranks report rarely: check again
         self._next_line = 2 * max(idle, stall / 2)
         if self._asked is None and others and all(status.waits(other) for other in others.values()):
-            limit = min(limit, seconds_to_wait(1, self.slowest))  # none loads, compiles or saves
+            limit = min(limit, seconds_to_wait(1, self.slowest))  # no rank is loading, compiling or saving
         if idle >= limit - reading:
             is_late = time.monotonic() - self._since >= TIMEOUT_SECONDS
             if self._asked is not None or is_late or not status.are_busy(status.missing(others)):
@@ -293,7 +293,7 @@ class Watchdog(Watcher):
         here, busy = list[str](), ""
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
         collective = status.collective(frame)
-        local = None if frame is None else frame.f_locals.get("group")  # torch has one name for it everywhere
+        local = None if frame is None else frame.f_locals.get("group")  # torch uses this name everywhere
         while frame is not None and not PROGRESS.is_waiting:
             file = frame.f_code.co_filename
             busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
@@ -314,10 +314,10 @@ class Watchdog(Watcher):
         try:
             before = status.read_statuses(dist.get_rank())
             self._is_over.wait(seconds / 2)
-            self._tell_status()  # others may look at the same moments, and would take this rank for dead each time
+            self._tell_status()  # other ranks that check at the same times would otherwise consider this rank dead
             self._is_over.wait(seconds / 2)
             now = status.read_statuses(dist.get_rank())
-        except RuntimeError:  # the store is gone: its rank has ended
+        except RuntimeError:  # the store is gone, because its rank has ended
             return {}
         return {
             rank: other | {"is_alive": other.get("beat") != before.get(rank, {}).get("beat") or not other}
@@ -329,7 +329,7 @@ class Watchdog(Watcher):
         if not why or self._moves != PROGRESS.moves:
             return False
         PROGRESS.given_up = why
-        with contextlib.suppress(RuntimeError):  # the store is gone: its rank has ended
+        with contextlib.suppress(RuntimeError):  # the store is gone, because its rank has ended
             torch_private.default_store().set(_GIVEN_UP, f"rank {dist.get_rank()} has given up: {why}")
         for group in [*self.groups, *PROGRESS.groups]:
             end_waits(group)
@@ -349,7 +349,7 @@ class Watchdog(Watcher):
                 not come so far may have the same error later. If None, this is not checked.
         """
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
-        if total and (total != self._found[0] or others is not None):  # the explanation may have come later
+        if total and (total != self._found[0] or others is not None):  # the explanation may arrive later
             ranks = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
             self._found = total, dict(zip(ranks, status.read([_FAILED.format(rank) for rank in ranks]), strict=True))
         for group in list(self.groups) if total else []:
