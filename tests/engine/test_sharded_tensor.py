@@ -353,7 +353,7 @@ def refuse_to_lay_out() -> None:
     assert distribute_tensor(leaf, mesh, placements).requires_grad  # as torch's
     with pytest.raises(LifecycleError, match=r"an interval of 4 elements does not determine the shape"):
         DTensor.from_local(torch.zeros(4), mesh, placements)
-    with pytest.raises(LifecycleError, match=r"rank \d has \d+ elements of a tensor .*, not 1\b"):
+    with pytest.raises(LifecycleError, match=r"rank \d should hold \d+ elements of a tensor .* given 1\b"):
         DTensor.from_local(torch.zeros(1), mesh, placements, shape=parameter.shape)
     with pytest.raises(LifecycleError, match="nothing is sharded over"):
         DTensor.from_local(torch.zeros(1), DeviceMesh("cpu", mesh.mesh.flip(0)), placements, shape=parameter.shape)

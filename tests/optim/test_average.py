@@ -474,7 +474,7 @@ def test_what_is_refused() -> None:
             EMA(nn.Linear(1, 1), decay)
     with pytest.raises(ConfigError, match="decay is 2, expected a number from 0 to 1"):
         EMA(nn.Linear(1, 1), lambda t: 2).update()
-    with pytest.raises(LifecycleError, match="no parameter of Linear trains"):
+    with pytest.raises(LifecycleError, match="Linear has no trainable parameter"):
         EMA(nn.Linear(1, 1).requires_grad_(False))
     with torch.device("meta"), pytest.raises(LifecycleError, match="weight is on the meta device"):
         EMA(nn.Linear(1, 1))

@@ -340,7 +340,7 @@ def test_what_cannot_be_gathered_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     values = torch.ones(4, 4)
     for weight, message in (
         (Alone(values), r"1\.weight: .* type Alone .*has no `fsdp_pre_all_gather`"),
-        (nn.Parameter(Older(values)), r"1\.weight: .* type Older .*of 2 arguments"),
+        (nn.Parameter(Older(values)), r"1\.weight: .* type Older .*with 2 arguments"),
     ):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = weight

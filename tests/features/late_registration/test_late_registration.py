@@ -148,11 +148,11 @@ def replaced_past_torch(model: Any) -> None:
 
 REFUSED: dict[Change, str] = {
     new_module: r"blocks\.1\.extra\.weight of shape \(6, 6\) was added to the model after",
-    into_a_container: r"blocks\.3\.scale, of shape",
+    into_a_container: r"blocks\.3\.scale of shape",
     deep_inside: r"blocks\.0\.up\.extra\.1\.weight",
     replaced_module: r"parameter head\.weight of shape \(3, 6\) was added to",
     replaced_unit: r"blocks\.1\.scale.*it would not be sharded",
-    new_parameter: r"parameter gain,",
+    new_parameter: r"parameter gain of",
     registered: r"blocks\.2\.gain",
     replaced_parameter: r"head\.weight was replaced by a Parameter after it was sharded",
     written_past_torch: r"head\.weight was replaced by a Parameter after it was sharded",
@@ -160,9 +160,9 @@ REFUSED: dict[Change, str] = {
     new_module_past_torch: r"blocks\.1\.extra\.weight",
     replaced_past_torch: r"parameter head\.weight of shape \(3, 6\) was added to",
     removed_parameter: r"head\.bias was replaced by a NoneType after it was sharded",
-    adapter_by_hand: r"embed\.a, of shape \(2, 6\)",
+    adapter_by_hand: r"embed\.a of shape \(2, 6\)",
     tied_late: r"blocks\.0\.down\.bias was replaced by a ShardedParameter after it was sharded",
-    tied_in_a_new_module: r"mirror\.weight.*tied to embed\.weight now",
+    tied_in_a_new_module: r"mirror\.weight.*now tied to embed\.weight",
     unit_of_its_own: r"blocks\.1\.extra\.weight.*its unit was created after",
     filled_later: r"extra\.late\.weight",
     weight_normed: r"head\.(parametrizations|weight)",
@@ -247,7 +247,7 @@ def late_changes_of_transformers() -> None:
     model.tie_weights()
     assert model.resize_token_embeddings(rows) is model.get_input_embeddings()
     model(input_ids=ids, labels=ids).loss.backward()
-    with pytest.raises(LifecycleError, match=rf"resize_token_embeddings\({rows + 8}\) on a sharded"):
+    with pytest.raises(LifecycleError, match=rf"resize_token_embeddings\({rows + 8}\) was called on .* sharded"):
         model.resize_token_embeddings(rows + 8)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(LifecycleError, match=r"q_proj\.lora_A.* was added to the model after it was sharded"):

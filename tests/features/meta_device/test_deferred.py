@@ -134,7 +134,7 @@ def check_refused() -> None:
     ):
         with pytest.raises(LifecycleError, match=rf"(?s)still on meta device: \['(block|scale).*rank {rank}.*to_empty"):
             use()
-    with pytest.raises(LifecycleError, match=r"from torch.float32 on meta into torch.float64 on cpu"):
+    with pytest.raises(LifecycleError, match=r"from torch.float32 on meta to torch.float64 on cpu"):
         model._apply(lambda tensor: torch.empty_like(tensor, device="cpu", dtype=torch.float64))
     with pytest.raises(NotImplementedError, match="to_empty"):
         model.to("cpu")
@@ -298,7 +298,7 @@ def check_cast(how: str) -> None:
     fresh(INPUTS).sum().backward()
     with pytest.raises(LifecycleError, match="that have gradients or optimizer state"):
         fresh.to(torch.bfloat16)
-    with pytest.raises(LifecycleError, match=r"from torch.float32 on cpu into torch.float32 on meta"):
+    with pytest.raises(LifecycleError, match=r"from torch.float32 on cpu to torch.float32 on meta"):
         fresh.to("meta")
 
 

@@ -500,7 +500,7 @@ def check_refused() -> None:
     class Mine(torch.optim.Adafactor):
         """A subclass is refused as well."""
 
-    with pytest.raises(OptimizerError, match=r"whole.*\n.*OnOwners\(model, Mine, whole_parameters=True"):
+    with pytest.raises(OptimizerError, match=r"complete.*\n.*OnOwners\(model, Mine, whole_parameters=True"):
         Mine(model.parameters(), lr=0.1).step()
 
     class Lomo(torch.optim.SGD):
