@@ -761,7 +761,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "dlpack": (lambda m: torch.from_dlpack(m.embed.weight.data), "embed.weight has no storage"),
     "other data": (lambda m: setattr(m.embed.weight, "data", torch.zeros(WIDTH, WIDTH)), "cannot assign data"),
-    "another gradient": (lambda m: setattr(m.embed.weight, "grad", torch.zeros(2)), "gradient of embed.weight: got a"),
+    "another gradient": (
+        lambda m: setattr(m.embed.weight, "grad", torch.zeros(2)),
+        "gradient of embed.weight: expected a",
+    ),
     "pickle": (lambda m: pickle.dumps(m.embed.weight), "cannot pickle embed.weight"),
     "pickle of a gradient": (lambda m: pickle.dumps(m.embed.weight.grad), "cannot pickle embed.weight"),
     "pickle of a state dict": (lambda m: torch.save(m.state_dict(), "weights.pt"), "cannot pickle"),
