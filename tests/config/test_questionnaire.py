@@ -173,14 +173,14 @@ def test_in_a_terminal_to_the_end(tmp_path: Path) -> None:
         child.send(CTRL_U + "8" + ENTER)
         reply(child, "What will the job run on?", ENTER)
         reply(child, "Which precision?", ENTER)
-        reply(child, "How shall the model be divided?", DOWN, DOWN, ENTER)  # HYBRID_SHARD
+        reply(child, "How should the model be divided?", DOWN, DOWN, ENTER)  # HYBRID_SHARD
         reply(child, "Ranks per shard group?", CTRL_U, "3", ENTER)
         child.expect("8")  # the terminal redraws only what differs from the last message
         child.send(CTRL_U + "4" + ENTER)
         reply(child, "Recompute activations in backward?", DOWN, ENTER)  # yes
         reply(child, "Which modules are the units", DOWN, DOWN, ENTER)  # by size
-        reply(child, "Parameters a unit has at least? (for example 1e8)", CTRL_U, "1e8", ENTER)
-        reply(child, "What shall a saved model be?", ENTER)
+        reply(child, "How many parameters must a unit have at least? (for example 1e8)", CTRL_U, "1e8", ENTER)
+        reply(child, "How should a model be saved?", ENTER)
         reply(child, "Micro-batches per optimizer step?", CTRL_U, "4", ENTER)
         reply(child, "Which file shall be written?", CTRL_U, "mine.yaml", ENTER)
         child.expect("strategy: HYBRID_SHARD")

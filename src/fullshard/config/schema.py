@@ -56,31 +56,31 @@ class PrecisionConfig(Settings):
             "bf16": "bf16: computes in bfloat16, keeps float32 weights and optimizer state",
             "fp16": "fp16: computes in float16 with a scaled loss; for GPUs without bfloat16",
             "fp32": "fp32: everything in float32",
-            "no": "as the model has them: no dtype is changed",
+            "no": "no: keep the model's dtypes",
         },
     )
-    """What forward and backward compute in. Main weights are float32 but with `no`, which leaves every dtype as the
-    model has it; fp16 scales the loss."""
+    """The dtype in which forward and backward compute. Main weights are float32, except with `no`, which keeps the
+    model's dtypes. With fp16, the loss is scaled."""
 
     param_dtype: Dtype | None = None
-    """Compute dtype of parameters and inputs, instead of the mode's."""
+    """Compute dtype of parameters and inputs. None: the mode's dtype."""
 
     reduce_dtype: Dtype | None = None
-    """Dtype in which gradients are reduced over the ranks, instead of the mode's."""
+    """Dtype in which gradients are reduced over the ranks. None: the mode's dtype."""
 
     gather_as: Packing | None = None
-    """What weights are rounded to before they are sent to be unsharded: a quarter or half the bytes of float32, and
-    every rank computes with the rounded ones. Main weights, and what is saved, stay exact. No effect where nothing is
-    sent: between ranks that share memory. None: they are sent as they are computed with."""
+    """Dtype to which weights are rounded before they are gathered, which takes a quarter or half the bytes of float32.
+    Every rank computes with the rounded weights, but main weights and checkpoints stay exact. It has no effect between
+    ranks that share memory, because nothing is sent. None: weights are sent in the compute dtype."""
 
     reduce_as: Packing | None = None
-    """The same for gradients on their way along the shard axis. They are added up in `reduce_dtype` all the same."""
+    """The same for gradients that are sent along the shard axis. They are still summed in `reduce_dtype`."""
 
     output_dtype: Dtype | None = None
-    """Dtype the model's floating-point outputs are cast to, instead of float32 in the modes bf16 and fp16."""
+    """Dtype to which the model's floating-point outputs are cast. None: float32 in the modes bf16 and fp16."""
 
     buffer_dtype: Dtype | None = None
-    """Dtype floating-point buffers are cast to. None: they keep theirs, which is right for rotary tables and norms."""
+    """Dtype to which floating-point buffers are cast. None: no cast, which is right for rotary tables and norms."""
 
     cast_inputs: bool = True
     """Whether floating-point inputs of each unit are cast to the compute dtype."""
@@ -130,54 +130,56 @@ class PrecisionConfig(Settings):
 
 
 class LaunchConfig(Settings):
-    """Where and how the processes of a job are started."""
+    """Control where and how the processes of a job are started."""
 
     num_processes: int | None = setting(
         None, ge=1, le=10**6, ask="How many processes over all hosts? (empty: one per device, when the job starts)"
     )
-    """Processes of the whole job, over all hosts. None: one per device; on a CPU 2 per host, if it has 2 cores."""
+    """Total number of processes over all hosts. None: one per device, or on CPUs 2 per host if it has 2 cores."""
 
     num_machines: int = setting(1, ge=1, le=10**6, ask="How many hosts?")
-    """Hosts."""
+    """Number of hosts."""
 
     min_machines: int | None = Field(default=None, ge=1, le=10**6)
-    """Fewest hosts that the job goes on with when others are lost (`--nnodes MIN:MAX`); it grows again when they come.
-    None: all of them."""
+    """Minimum number of hosts with which the job continues when others are lost (`--nnodes MIN:MAX`). It grows again
+    when hosts return. None: all hosts."""
 
     machine_rank: int | None = Field(default=None, ge=0)
-    """Which host this is, from 0. Needed by the static rendezvous on several hosts."""
+    """Rank of this host, from 0. The static rendezvous on several hosts requires it."""
 
     main_process_ip: str | None = setting(
-        None, ask="Address of the first host? (empty: given with --main_process_ip, or by Slurm)"
+        None, ask="Address of the first host? (empty: set by --main_process_ip or by Slurm)"
     )
-    """Address of the host with machine rank 0. Needed on several hosts."""
+    """Address of the host with machine rank 0. Required on several hosts."""
 
-    main_process_port: int | None = setting(None, ge=0, le=65535, ask="Port there that the other hosts can reach?")
-    """Port of the rendezvous there; 0 takes a free one, on one host only. None: 29500 on several hosts, else free."""
+    main_process_port: int | None = setting(
+        None, ge=0, le=65535, ask="Port of the first host that the other hosts can reach?"
+    )
+    """Port of the rendezvous on that host; 0 (single host) takes a free one. None: 29500 on several hosts, else 0."""
 
     rdzv_backend: RendezvousBackend | None = None
-    """How hosts find one another: `static` by machine rank, `c10d` in any order and after restarts. None: `static` if
-    `machine_rank` is given, else `c10d`."""
+    """How hosts find each other: `static` by machine rank, `c10d` in any order and after restarts. None: `static` if
+    `machine_rank` is set, else `c10d`."""
 
     rdzv_id: str | None = None
-    """Name of the job, the same on every host."""
+    """Name of the job, which must be the same on every host."""
 
     rdzv_conf: str = ""
-    """Seconds to wait for other hosts: `join_timeout=600,last_call_timeout=30` for those that there must be, and for
-    further ones once these are there."""
+    """Seconds to wait for other hosts: `join_timeout=600,last_call_timeout=30`. The first is for the minimum number of
+    hosts, and the second for further hosts after these have joined."""
 
     max_restarts: int = Field(default=0, ge=0, le=10**6)
-    """How often all processes are started again after one failed."""
+    """Maximum number of times that all processes are restarted after one has failed."""
 
     monitor_interval: float = Field(default=0.1, gt=0, le=10**9)
-    """Seconds between two looks at the processes."""
+    """Seconds between two checks of the processes."""
 
     grace_period: float = Field(default=30.0, gt=0, le=10**9)
-    """Seconds that processes have to save and end after the launcher got SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
+    """Seconds that processes have to save and exit after the launcher receives SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
 
     timeout: float | None = Field(default=None, gt=0, le=10**9)
-    """Seconds a rank waits for another before it fails. None: 120 once the first step is over, longer where steps take
-    long; 1800 before that, in saves, and while another rank saves or compiles."""
+    """Seconds that a rank waits for another before it fails. None: 120 after the first step, or longer if steps are
+    slow; 1800 before that, in saves, and while another rank saves or compiles."""
 
     device: Device = setting(
         "auto",
@@ -185,25 +187,25 @@ class LaunchConfig(Settings):
         answers={
             "cuda": "NVIDIA GPUs",
             "cpu": "processors",
-            "auto": "whatever the machine has when the job starts",
+            "auto": "the devices that the machine has when the job starts",
         },
     )
-    """What to compute on; `auto` prefers an accelerator and falls back to the CPU."""
+    """Device to compute on; `auto` prefers an accelerator and falls back to the CPU."""
 
     gpu_ids: tuple[str, ...] | None = None
-    """Accelerators of this host to use. None: all."""
+    """Accelerators of this host to use. None: all accelerators."""
 
     num_cpu_threads_per_process: int | None = Field(default=None, ge=1, le=10**6)
-    """Threads of each process. None: the host's processors, shared out."""
+    """Number of threads per process. None: the host's processors divided by the number of processes."""
 
     log_dir: str | None = None
     """Directory for each rank's standard output and error."""
 
     role: str = "default"
-    """Name of the processes, which they find in ROLE_NAME."""
+    """Name of the processes, which is set as ROLE_NAME."""
 
     debug: bool = False
-    """Whether collectives are checked against one another while running (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    """Whether collectives are compared between ranks at run time (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
 
     @property
     def is_elastic(self) -> bool:
@@ -286,62 +288,63 @@ class LaunchConfig(Settings):
 
 
 class TrainingConfig(Settings):
-    """What a training loop does around the engine."""
+    """Control what a training loop does around the engine."""
 
     gradient_accumulation_steps: int = setting(1, ge=1, ask="Micro-batches per optimizer step? (gradient accumulation)")
     """Micro-batches per optimizer step."""
 
     gradient_clipping: float | None = Field(default=None, gt=0, allow_inf_nan=True)
-    """Norm that the gradients of an optimizer are clipped to before its step; an infinite one is none. None: as the
-    script does."""
+    """Norm to which the gradients of an optimizer are clipped before its step; infinity disables clipping. None: the
+    script decides."""
 
     step_in_backward: bool = False
-    """Whether the optimizer updates every bucket within backward, as soon as its gradient is final, and frees that: the
-    gradients of the whole model never exist at once. For torch's element-wise optimizers, without clipping or fp16."""
+    """Whether the optimizer updates every bucket within backward as soon as its gradient is final, and then frees the
+    gradient, so that the gradients of all buckets never exist at the same time. Only for torch's element-wise
+    optimizers, without clipping or fp16."""
 
     nonfinite_gradients: OnNonFinite = "raise"
-    """What becomes of an optimizer's step whose gradients hold NaN or infinity on any rank: `raise` is an error on all
-    ranks before anything is changed, `skip` leaves the step out, `off` does not look. What overflows under a loss scale
-    is left to the scaler."""
+    """What happens to an optimizer step if gradients on any rank contain NaN or infinity: `raise` raises an error on
+    all ranks before anything changes, `skip` skips the step, and `off` disables the check. With a loss scale, overflows
+    are left to the scaler."""
 
     nonfinite_limit: int = Field(default=10, ge=1)
-    """How many steps in a row may be left out before it is an error."""
+    """Number of consecutive steps that may be skipped before an error is raised."""
 
     replica_check: OnReplicas = "raise"
-    """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ, by a bit that has flipped in memory say:
-    `raise` is an error on all ranks that names rank, host and parameter, `off` does not look."""
+    """What happens if the weights of replicas (NO_SHARD, HYBRID_SHARD) differ, for example because of a bit flip:
+    `raise` raises an error on all ranks that names rank, host and parameter, and `off` disables the check."""
 
     compare_every: int = Field(default=100, ge=0)
-    """Steps from one comparison of the ranks to the next: whether replicas hold the same weights, and which rank is
-    slower than 0.7 of the median. Replicas are compared before each save, too. 0: never."""
+    """Number of steps between comparisons of the ranks, which check that replicas hold the same weights and find ranks
+    slower than 0.7 of the median. Replicas are also compared before each save. 0: never."""
 
     check_plan: bool = False
-    """Whether the third step is compared with what `fullshard plan` says: events, bytes sent and held, by category."""
+    """Whether the third step is compared with `fullshard plan`: events, and bytes sent and held, by category."""
 
 
 class CheckpointConfig(Settings):
-    """What checkpoints hold."""
+    """Control what checkpoints contain."""
 
     state_dict_type: StateDictType = setting(
         "SHARDED_STATE_DICT",
-        ask="What shall a saved model be?",
+        ask="How should a model be saved?",
         answers={
             "SHARDED_STATE_DICT": "one part per rank: fast, and loads at any number of ranks",
-            "LOCAL_STATE_DICT": "the same; get_state_dict returns what a rank holds",
-            "FULL_STATE_DICT": "whole weights besides: gathered on rank 0, slower, needs memory there",
+            "LOCAL_STATE_DICT": "the same, but get_state_dict returns the part of each rank",
+            "FULL_STATE_DICT": "also unsharded weights: gathered on rank 0, slower, needs memory there",
         },
     )
-    """Whether a saved model is one part per rank (SHARDED and LOCAL, which differ in `get_state_dict`) or whole."""
+    """Whether a model is saved as one part per rank (SHARDED, LOCAL, which differ in `get_state_dict`) or unsharded."""
 
     format: CheckpointFormat = "native"
-    """Whether torch's distributed format, as Accelerate lays it out, is written besides, for tools that expect it."""
+    """Whether torch's distributed format, in Accelerate's layout, is also written, for tools that expect it."""
 
     async_save: bool = False
-    """Whether training goes on while a checkpoint is written, from a copy in host memory."""
+    """Whether training continues while a checkpoint is written from a copy in host memory."""
 
     max_lost_steps: int | None = Field(default=None, ge=1)
-    """How many steps a kill may undo at most: copies of the state in the memory of this host and of the next one are
-    renewed twice as often, and restarts go on from them. None: no copies."""
+    """Maximum number of steps that a kill may lose. Copies of the state in the memory of this host and the next one are
+    updated twice as often, and restarts continue from them. None: no copies."""
 
     @field_validator("state_dict_type", mode="before")
     @classmethod
@@ -356,16 +359,16 @@ class RunConfig(Settings):
     """Processes, hosts, rendezvous, logs."""
 
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
-    """How a model is divided over the ranks."""
+    """Division of a model over the ranks."""
 
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     """Dtypes."""
 
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    """What the loop does around the engine."""
+    """Training loop around the engine."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """What is written."""
+    """Contents of checkpoints."""
 
     @model_validator(mode="after")
     def _steps_in_backward(self) -> Self:

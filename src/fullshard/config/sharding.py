@@ -29,70 +29,70 @@ class ShardingConfig(Settings):
 
     strategy: str = setting(
         "FULL_SHARD",
-        ask="How shall the model be divided?",
+        ask="How should the model be divided?",
         answers={
             "FULL_SHARD": "FULL_SHARD (ZeRO-3): shards weights, gradients and optimizer state; least memory",
-            "SHARD_GRAD_OP": "SHARD_GRAD_OP: keeps weights whole from forward to backward; less traffic",
-            "HYBRID_SHARD": "HYBRID_SHARD: FULL_SHARD in groups, copies across them; for slow links of hosts",
+            "SHARD_GRAD_OP": "SHARD_GRAD_OP: keeps weights unsharded from forward to backward; less traffic",
+            "HYBRID_SHARD": "HYBRID_SHARD: FULL_SHARD in groups, replicas across groups; for slow links between hosts",
             "HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in each group",
-            "SHARD_GRAD_OPTIMIZER": "SHARD_GRAD_OPTIMIZER (ZeRO-2): keeps weights whole between optimizer steps",
-            "SHARD_OPTIMIZER": "SHARD_OPTIMIZER (ZeRO-1): keeps gradients whole, too; less traffic when accumulating",
-            "NO_SHARD": "NO_SHARD (DDP): every rank holds all; for models that fit many times over",
+            "SHARD_GRAD_OPTIMIZER": "SHARD_GRAD_OPTIMIZER (ZeRO-2): keeps weights unsharded between optimizer steps",
+            "SHARD_OPTIMIZER": "SHARD_OPTIMIZER (ZeRO-1): also keeps gradients unsharded; less traffic in accumulation",
+            "NO_SHARD": "NO_SHARD (DDP): every rank holds everything; for models that are small for the device",
         },
     )
     """FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, SHARD_GRAD_OPTIMIZER (ZeRO-2) or
-    SHARD_OPTIMIZER (ZeRO-1), in any case; or Accelerate's number of the first five."""
+    SHARD_OPTIMIZER (ZeRO-1), in any case, or Accelerate's number for one of the first five."""
 
     shard_size: int | None = setting(None, ge=1, ask="Ranks per shard group? (usually the devices of one host)")
-    """Ranks per shard group. Needed by the hybrid strategies, fixed by the others."""
+    """Number of ranks per shard group. The hybrid strategies require it, and the others determine it."""
 
     reshard_after_forward: bool | Literal["auto"] | None = setting(None, overruled_by=("strategy",))
-    """Whether unsharded parameters are dropped between forward and backward. None: as the strategy has it. Otherwise
-    the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on. `auto`: those
-    of as many units are kept as memory allows."""
+    """Whether unsharded parameters are freed between forward and backward. None: the strategy decides. A boolean
+    selects the strategy that differs only in this respect: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on. `auto`:
+    as many units as memory allows stay unsharded."""
 
     unsharded_memory_gib: float | None = Field(default=None, ge=0, le=2**30)
-    """GiB (2**30 bytes) per rank that units kept by `reshard_after_forward: auto` may take. None: what is found free
-    after two steps."""
+    """GiB (2**30 bytes) per rank for the units that `reshard_after_forward: auto` keeps unsharded. None: the memory
+    that is free after two steps."""
 
     wrap: WrapKind = setting(
         "auto",
         ask="Which modules are the units that are gathered one at a time?",
         answers={
             "auto": "automatic: the model's own list of layers, and all repeated blocks",
-            "class": "the modules of classes that I name",
+            "class": "the modules of the classes that I name",
             "size": "by number of parameters",
-            "none": "the whole model as one unit: saves no memory while it runs",
+            "none": "the complete model as one unit: saves no memory while it runs",
         },
         overruled_by=("wrap_classes", "wrap_min_numel"),
     )
-    """Which modules are units: `class`, `size`, `none` (the root alone), or `auto`: by class or by size if a setting
-    below says so, else the model's own list of layers, and all repeated blocks."""
+    """Which modules are units: `class`, `size`, `none` (only the root), or `auto`. With `auto`, units are chosen by
+    class or size if a setting below requests it, else from the model's own list of layers and all repeated blocks."""
 
     wrap_classes: tuple[str, ...] = setting(
         (),
-        ask="Their class names? (for example LlamaDecoderLayer; commas between several)",
+        ask="What are their class names? (for example LlamaDecoderLayer; separate several with commas)",
         overruled_by=("wrap", "wrap_min_numel"),
     )
-    """Class names of the units. A text with commas is split."""
+    """Class names of the units. Text is split at commas."""
 
     wrap_min_numel: int | None = setting(
         None,
         ge=1,
-        ask="Parameters a unit has at least? (for example 1e8)",
+        ask="How many parameters must a unit have at least? (for example 1e8)",
         overruled_by=("wrap", "wrap_classes"),
     )
-    """Parameters a unit has at least."""
+    """Minimum number of parameters of a unit."""
 
     wrap_embeddings: bool = False
-    """Whether the input embedding and the head are units of their own. The head then stays unsharded until backward."""
+    """Whether the input embedding and the head are separate units. The head then stays unsharded until backward."""
 
     quantize: Form | None = None
-    """The form in which large frozen weights are stored and sent, as codes; a unit dequantises its own when it is
-    unsharded. None: as they come."""
+    """The form in which large frozen weights are stored and sent as codes. A unit dequantizes its weights when it is
+    unsharded. None: weights are not converted."""
 
     ignored_modules: str | None = None
-    """A regular expression; modules whose whole qualified name matches it keep their parameters unsharded."""
+    """A regular expression. Modules with a fully matching qualified name keep their parameters unsharded."""
 
     backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
     """When the next unit's all-gather is issued in backward: before this unit computes gradients, after, or never."""
@@ -111,39 +111,39 @@ class ShardingConfig(Settings):
     """Whether the activations of every unit are recomputed in backward instead of kept."""
 
     activation_checkpointing_reentrant: bool = False
-    """Use PyTorch's older, reentrant implementation of it."""
+    """Whether PyTorch's older, reentrant implementation of activation checkpointing is used."""
 
     activation_checkpointing_mode: CheckpointingMode = "full"
-    """What of a unit is recomputed: all of it, or (`selective`) all but attention's output and every second matrix
-    product."""
+    """What is recomputed in a unit: everything (`full`), or everything except attention's output and every second
+    matrix product (`selective`)."""
 
     cpu_offload: bool = False
-    """Whether sharded parameters, gradients and optimizer state live in host memory: the next three at once."""
+    """Whether sharded parameters, gradients and optimizer state are in host memory. Sets the next three settings."""
 
     offload_compute_shards: bool | None = setting(None, overruled_by=("cpu_offload",))
-    """Whether what units are gathered from lives in host memory: frozen parameters, and with `offload_main_weights`
-    trainable ones too. None: as `cpu_offload` says."""
+    """Whether the inputs of the units' gathers are kept in host memory: frozen parameters, and with
+    `offload_main_weights` also trainable ones. None: the value of `cpu_offload`."""
 
     offload_main_weights: bool | None = setting(None, overruled_by=("cpu_offload",))
-    """Whether main weights live in host memory, with their gradients, and are updated there. None: as `cpu_offload`
-    says."""
+    """Whether main weights and their gradients are kept in host memory and updated there. None: the value of
+    `cpu_offload`."""
 
     offload_optimizer_state: bool | None = setting(None, overruled_by=("cpu_offload",))
-    """Whether the optimizer's state lives in host memory. Alone, it visits the device for each step. None: where the
-    main weights are."""
+    """Whether the optimizer's state is kept in host memory. If only the state is, it is copied to the device for each
+    step. None: the state is kept with the main weights."""
 
     offload_activations: bool = False
-    """Whether what autograd saves of a unit is in host memory until backward comes to it; with
-    `activation_checkpointing`, the unit's inputs. Not a part of `cpu_offload`, which means what is sharded."""
+    """Whether the tensors that autograd saves for a unit (with `activation_checkpointing`, the unit's inputs) are in
+    host memory until its backward. `cpu_offload`, which is about sharded data, does not include this."""
 
     sync_module_states: bool = True
-    """Whether rank 0's parameters and buffers are broadcast at the start. Without it all ranks must start equal."""
+    """Whether rank 0's parameters and buffers are broadcast at the start. Otherwise all ranks must start equal."""
 
     cpu_ram_efficient_loading: bool = False
-    """Whether `from_pretrained` reads weights on each host's first rank only. Needs `sync_module_states`."""
+    """Whether `from_pretrained` reads weights only on each host's first rank. Requires `sync_module_states`."""
 
     compile: bool = False
-    """Whether the forward of every unit is compiled, each on its own."""
+    """Whether the forward of every unit is compiled separately."""
 
     compile_backend: str = "inductor"
     """Backend of `torch.compile`."""
@@ -152,7 +152,7 @@ class ShardingConfig(Settings):
     """Mode of `torch.compile`."""
 
     compile_fullgraph: bool = False
-    """Whether a unit that does not compile as one graph is an error."""
+    """Whether a unit that does not compile to a single graph is an error."""
 
     compile_dynamic: bool | None = None
     """Whether shapes are dynamic from the start. None: after the first recompilation."""
