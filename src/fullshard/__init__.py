@@ -12,7 +12,7 @@ from fullshard.core.imports import on_demand
 from fullshard.core.version import __version__
 
 if TYPE_CHECKING:
-    # Accelerate's own, which are no part of `__all__`: `x as x` is what re-exports them.
+    # Names of Accelerate that are not in `__all__`. `x as x` re-exports them.
     from accelerate import AutocastKwargs as AutocastKwargs
     from accelerate import DataLoaderConfiguration as DataLoaderConfiguration
     from accelerate import DistributedDataParallelKwargs as DistributedDataParallelKwargs

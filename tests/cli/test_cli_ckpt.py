@@ -159,7 +159,7 @@ def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"did you mean .*part_1"):
         _run("inspect", tmp_path / "step-1")
     assert _run("inspect", tmp_path / "step-1" / "part_0").exit_code == 0
-    assert "1 whole checkpoints are kept" in _run("prune", tmp_path, "--keep", 1).stdout
+    assert "1 intact checkpoints are kept" in _run("prune", tmp_path, "--keep", 1).stdout
     (kept,) = tmp_path.iterdir()
     (kept / "part_1" / "manifest.json").write_text("{}")
     assert _run("verify", kept).exit_code == 1
@@ -183,7 +183,7 @@ def test_prune(tmp_path: Path) -> None:
     assert "left alone" in text
     assert "step-5" in text
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["notes", "step-3", "step-4", "step-5"]
-    assert "1 whole checkpoints are kept" in _run("prune", tmp_path, "--keep", 1).stdout
+    assert "1 intact checkpoints are kept" in _run("prune", tmp_path, "--keep", 1).stdout
     assert (tmp_path / "step-4").exists(), "the newest whole one stays, whatever is newer and damaged"
 
 

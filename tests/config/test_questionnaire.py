@@ -192,7 +192,7 @@ def test_in_a_terminal_to_the_end(tmp_path: Path) -> None:
         assert child.exitstatus == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
     text = (tmp_path / "mine.yaml").read_text()
-    assert "## Parameters a unit has at least." in text
+    assert "## Minimum number of parameters of a unit." in text
     config = resolve([load_file(tmp_path / "mine.yaml")]).config
     assert (config.launch.device, config.launch.num_processes) == ("auto", 8)
     assert config.precision.mode == "no"

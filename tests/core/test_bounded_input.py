@@ -169,5 +169,5 @@ def test_every_small_file_of_ours_is_read_with_limits(tmp_path: Path, what: str,
 
 def test_events_are_not_written_to_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
-    with pytest.warns(UserWarning, match="events are not written to .*events.jsonl"):
+    with pytest.warns(UserWarning, match="events cannot be written to .*events.jsonl"):
         Journal(tmp_path / "events.jsonl").note(Happening.START)

@@ -172,7 +172,7 @@ def test_what_is_no_event_is_left_out_and_a_full_disk_ends_nothing(tmp_path: Pat
     journal.note(Happening.SAVE)
     assert journal.path is None
     journal.path = tmp_path  # a directory
-    with pytest.warns(UserWarning, match="events are not written to"):
+    with pytest.warns(UserWarning, match="events cannot be written to"):
         journal.note(Happening.SAVE)
     journal.note(Happening.SAVE)
 

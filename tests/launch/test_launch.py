@@ -270,7 +270,7 @@ def test_the_default_file_of_accelerate_is_named(tmp_path: Path) -> None:
     path = tmp_path / "accelerate" / "default_config.yaml"
     path.write_text("distributed_type: FSDP\nmixed_precision: fp16\nnum_processes: 3\n")
     done = launch("--cpu", "--dry_run", "train.py", cwd=tmp_path, HF_HOME=str(tmp_path))
-    assert f"using {path}, the default that `accelerate config` wrote" in done.stderr
+    assert f"using {path}, which `accelerate config` wrote" in done.stderr
     assert "starting 3 processes" in done.stdout
     without = launch("--config_file=none", "--cpu", "--dry_run", "train.py", cwd=tmp_path, HF_HOME=str(tmp_path))
     assert "default" not in without.stderr

@@ -348,7 +348,7 @@ def test_a_deepspeed_file_says_the_batch_and_not_the_precision(tmp_path: Path) -
     job, _, notes = _question({}, "8xA100", None, path)
     assert job.micro_batch == 4 and job.precision == "no"
     assert not any("train_micro_batch" in note for note in notes)
-    assert any("says nothing of precision: planned in float32" in note for note in notes)
+    assert any("does not set the precision: planned in float32" in note for note in notes)
     job, _, notes = _question({"micro_batch": 1, "precision": "bf16"}, "8xA100", None, path)
     assert job.micro_batch == 1 and not any("precision" in note for note in notes)
     path.write_text(path.read_text(encoding="utf-8").replace("4", '"auto"'), encoding="utf-8")
@@ -389,7 +389,7 @@ def test_what_is_no_part_of_a_plan_is_written_as_the_planned_file_has_it(tmp_pat
     )
     arguments = ("-m", "Llama-2-7B", "-d", "A100", "--config", str(planned), "--checkpointing", "full")
     done = run(*arguments, "--optimizer", "adamw-8bit", "--write", str(path))
-    assert "the script is to have optimizer = adamw-8bit, micro_batch = 1, seq_len = 2048\n" in done.stderr
+    assert "the script must use optimizer = adamw-8bit, micro_batch = 1, seq_len = 2048\n" in done.stderr
     config = resolve([load_file(path)]).config
     assert (config.launch.max_restarts, config.training.gradient_clipping, config.checkpoint.async_save) == (3, 1, True)
     assert (config.sharding.strategy, config.sharding.wrap_classes) == ("SHARD_GRAD_OP", ("LlamaDecoderLayer",))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fullshard.checkpoint.offline import Source
 
 DIFFERENT = 1
-"""Exit code of `verify` and `diff` when there is something to report; errors have 2."""
+"""The exit code of `verify` and `diff` if they find problems or differences. Errors have the exit code 2."""
 
 app = typer.Typer(
     name="ckpt",
@@ -33,12 +33,14 @@ app = typer.Typer(
 
 _Checkpoint = Annotated[
     str,
-    typer.Argument(help="A checkpoint of any known kind; the kind is found out and printed. Of ours the URL, too."),
+    typer.Argument(
+        help="A checkpoint of any known kind, which is detected and printed; or a fullshard checkpoint's URL."
+    ),
 ]
-_Ours = Annotated[str, typer.Argument(help="A checkpoint of ours, or its URL.")]
+_Ours = Annotated[str, typer.Argument(help="A fullshard checkpoint or its URL.")]
 _OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. It appears when it is complete.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_WorldSize = Annotated[int, typer.Option(min=1, max=65536, help="Ranks to cut it for.")]
+_WorldSize = Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks to reshard for.")]
 _ConfigFrom = Annotated[
     Path | None,
     typer.Option(
@@ -102,7 +104,7 @@ def verify(checkpoint: _Ours, *, as_json: _Json = False) -> None:
 @app.command()
 def diff(
     a: _Checkpoint,
-    b: Annotated[str, typer.Argument(help="Another one, of any kind.")],
+    b: Annotated[str, typer.Argument(help="Another checkpoint of any kind.")],
     *,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave optimizer state out.")] = False,
     as_json: _Json = False,
@@ -111,7 +113,7 @@ def diff(
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import compare
 
-    first, second = location(a), location(b)  # both names are good before anything is read
+    first, second = location(a), location(b)  # check both names before anything is read
     with (
         _open(first, optimizer=not model_only) as one,
         _open(second, optimizer=not model_only) as other,
@@ -150,8 +152,8 @@ def export(
     to: Annotated[
         Literal["hf", "dcp", "torch", "torchtitan"],
         typer.Option(
-            help="hf: a Hugging Face directory. dcp: torch's format as Accelerate and Trainer lay it out; with the "
-            "optimizer. torch, torchtitan: the same as plain torch and torchtitan lay it out."
+            help="hf: a Hugging Face directory. dcp: torch's format with the optimizer, in the layout of "
+            "Accelerate and Trainer. torch, torchtitan: the same in the layout of plain torch or torchtitan."
         ),
     ] = "hf",
     dtype: Dtype = None,
@@ -209,7 +211,7 @@ def import_(
     *,
     world_size: _WorldSize = 1,
     optimizer: Annotated[
-        str | None, typer.Option(help="Class of the optimizer, where the checkpoint does not say, such as AdamW.")
+        str | None, typer.Option(help="Class of the optimizer, such as AdamW, if the checkpoint does not name it.")
     ] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave optimizer state out.")] = False,
     dtype: Dtype = None,
@@ -236,9 +238,11 @@ def import_(
 def prune(
     directory: Annotated[str, typer.Argument(help="Directory or URL that checkpoints are saved into.")],
     *,
-    keep: Annotated[int, typer.Option(min=1, help="How many whole checkpoints to keep, the newest.")],
-    thorough: Annotated[bool, typer.Option("--thorough", help="Read every byte before one counts as whole.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Number of intact checkpoints to keep, the newest ones.")],
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Read every byte before a checkpoint counts as intact.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
 ) -> None:
     """Remove the oldest checkpoints. Damaged checkpoints are neither counted nor removed."""
     from fullshard.checkpoint.catalog import prune as prune_checkpoints
@@ -252,7 +256,7 @@ def prune(
         _say(f"{'would remove' if dry_run else 'removed'} {path}")
     for path, problem in found.damaged:
         _say(f"left alone {path}: {problem}")
-    _say(f"{len(found.kept)} whole checkpoints are kept")
+    _say(f"{len(found.kept)} intact checkpoints are kept")
 
 
 def _weights(checkpoint: str, output: Path, **options: Any) -> None:

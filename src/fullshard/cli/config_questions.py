@@ -17,10 +17,10 @@ from fullshard.core.paths import local_path
 from fullshard.core.strategy import STRATEGIES
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell has it."""
+"""The exit code after Ctrl-C, as in a shell."""
 
 Answers = Mapping[str, Any]
-"""The answers so far, by the path of the setting."""
+"""The answers so far, by path of the setting."""
 
 _WHEN: dict[str, Callable[[Answers], bool]] = {
     "launch.num_machines": lambda _: True,
@@ -38,7 +38,7 @@ _WHEN: dict[str, Callable[[Answers], bool]] = {
     "checkpoint.state_dict_type": lambda given: given["launch.num_processes"] != 1,
     "training.gradient_accumulation_steps": lambda _: True,
 }
-"""When each setting is asked, in the order of the questions."""
+"""The condition for asking about each setting, in the order of the questions."""
 
 
 class Question(NamedTuple):
@@ -82,7 +82,7 @@ def _fault(given: Answers, path: str, answer: Any) -> str | None:
         RunConfig.of_paths({**given, path: _read(path, answer)})
     except SettingsError as error:
         for found in error.faults:
-            if {name.rpartition(".")[2] for name in found.settings} <= asked:  # else a later answer mends it
+            if {name.rpartition(".")[2] for name in found.settings} <= asked:  # otherwise, a later answer may fix it
                 return f"{found.message}; {found.hint}" if found.hint else found.message
     except ValueError as error:
         return str(error)

@@ -13,16 +13,17 @@ import typer
 from fullshard.core.errors import ConfigError
 
 UNHEALTHY = 1
-"""Exit code when something is wrong."""
+"""The exit code if there is a problem."""
 
 
 def doctor(
     run: Annotated[bool, typer.Option("--run", help="Start ranks that check communication.")] = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per device, else 2.")
+        int | None,
+        typer.Option("--nproc", "-n", min=1, help="Number of ranks. Default: one per device, or 2 without devices."),
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks compute on.")] = "auto",
-    timeout: Annotated[float, typer.Option(min=1, max=1e9, help="Seconds a rank waits for the others.")] = 60.0,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device that the ranks compute on.")] = "auto",
+    timeout: Annotated[float, typer.Option(min=1, max=1e9, help="Seconds that a rank waits for the others.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Diagnose problems with this machine.
@@ -42,11 +43,11 @@ def doctor(
 
     hardware = detect_hardware()
     if hardware.failure is None and not any(each.memory_nbytes for each in hardware.accelerators):
-        try:  # without nvidia-smi, torch has its own way to find them
+        try:  # without nvidia-smi, torch may still find them
             hardware = replace(
                 hardware, accelerators=tuple(DetectedDevice(*each) for each in cuda.seen()) or hardware.accelerators
             )
-        except Exception as error:  # some of torch's own CUDA errors are no RuntimeError
+        except Exception as error:  # some of torch's CUDA errors are not RuntimeErrors
             hardware = replace(hardware, failure=str(error).partition("\n")[0])
     report = make_report(hardware, os.environ)
     kind = device if device != "auto" else devices.accelerator()

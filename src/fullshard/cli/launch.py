@@ -39,7 +39,7 @@ def launch(context: typer.Context) -> None:
         return
     check_words(context.args[: len(context.args) - len(line.arguments)])
     script_exists(line)
-    gc.disable()  # importing torch makes a million objects, and none of them is garbage
+    gc.disable()  # importing torch creates a million objects, none of which is garbage
     if line.option("print") is not None:
         from fullshard.launch.manifests import manifest
 
@@ -47,7 +47,7 @@ def launch(context: typer.Context) -> None:
         sys.stdout.write(manifest(str(line.option("print")), line, plan))
         return
     plan = make_plan(line, read_sources(line, os.environ), os.environ)
-    if not plan.launch.machine_rank:  # one host prints it for all
+    if not plan.launch.machine_rank:  # only one host prints the notes
         for note in plan.resolved.notes:
             is_flag = note.origin.precedence is Precedence.FLAG
             sys.stderr.write(f"fullshard: {f'{note.origin} {note.text}' if is_flag else note}\n")
@@ -93,7 +93,7 @@ def _file(line: CommandLine) -> Iterator[Reading]:
         if path.is_file():
             reading = load_file(path)
             sys.stderr.write(
-                f"fullshard: using {path}, the default that `accelerate config` wrote; --config_file none does not\n"
+                f"fullshard: using {path}, which `accelerate config` wrote; use --config_file none to ignore it\n"
             )
             yield reading
             return
@@ -186,7 +186,7 @@ _INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  ", "b
 
 
 _WIDTH, _COLUMN = 80, 24
-"""Width of the page, and the column at which a flag's meaning begins."""
+"""The width of the page and the column at which the description of a flag begins."""
 
 
 def _entry(flags: str, text: str) -> list[str]:

@@ -32,8 +32,8 @@ COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "report": TyperCommand,
     "doctor": TyperCommand,
 }
-"""The subcommands in the order of the help page. Each is a module of this package with a function of the same name, a
-group one with a Typer called `app`."""
+"""The subcommands in the order of the help page. Each is a module of this package with a function of the same name. The
+module of a group has a Typer named `app` instead."""
 
 
 class Commands(TyperGroup):
@@ -73,10 +73,10 @@ app = typer.Typer(
     cls=Commands,
     help="Fully Sharded Data Parallel training for PyTorch.",
     no_args_is_help=True,
-    # Plain text: it pipes, and rich costs a fifth of the start-up time.
+    # Plain text, which can be piped; rich takes a fifth of the startup time.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    # Options may be written as settings are in files: --batch_size.
+    # Options may be written like settings in files: --batch_size.
     context_settings={
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda word: word.replace("_", "-"),

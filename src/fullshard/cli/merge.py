@@ -15,7 +15,7 @@ def merge(
     adapter: Annotated[
         Path,
         typer.Argument(
-            help="The adapter: a directory of PEFT's, or a checkpoint of Trainer's that holds one.", parser=path_word
+            help="The adapter: a PEFT directory, or a Trainer checkpoint that contains one.", parser=path_word
         ),
     ],
     output: Output,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _MOST_CHOICES = 60
-"""Characters of choices that fit beside a flag in 80 columns; more of them are named by its help."""
+"""The width of choices that fit next to a flag in 80 columns. Otherwise, the flag's help lists them."""
 
 
 def path_word(text: str) -> Path:
@@ -53,7 +53,7 @@ def file_word(text: str) -> Path:
 
 Output = Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
-Dtype = Annotated[str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")]
+Dtype = Annotated[str | None, typer.Option(help="Dtype of stored floating-point weights: float32, bfloat16, float16.")]
 MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such as 5GB (10**9) or 5GiB (2**30).")]
 
 
@@ -78,13 +78,13 @@ class RawCommand(TyperCommand):
 class TrainCommand(TyperCommand):
     """The `fullshard train` command, which names the replacement when a removed option is used."""
 
-    _anew = "give another --output-dir, or remove its checkpoints, to begin anew"
+    _anew = "use another --output-dir or remove its checkpoints to start over"
     _hints: ClassVar = {
-        "--resume": f"the run goes on from its newest checkpoint by itself; {_anew}",
+        "--resume": f"the run resumes from its newest checkpoint automatically; {_anew}",
         "--overwrite": _anew,
-        "--async-save": "use Accelerator in a script of your own, which can save beside training",
+        "--async-save": "use Accelerator in your own script, which can save while it trains",
         "--tensorboard": "use --log-with tensorboard",
-        "--prompt": "the sample goes on with the data; to go on with a prompt, load what --export wrote",
+        "--prompt": "the sample continues the data; to continue a prompt, load the model that --export wrote",
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -122,7 +122,7 @@ def _option(name: str, field: Any) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     if field.annotation is bool:
         flag += "/--no-" + name.replace("_", "-")
-    read = [check.func for check in field.metadata if hasattr(check, "func")]  # what the field itself reads text with
+    read = [check.func for check in field.metadata if hasattr(check, "func")]  # the field's own reader
     parser = path_word if field.annotation is Path else functools.partial(_word, read[0]) if read else None
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     metavar = "<name>" if len("|".join(choices)) > _MOST_CHOICES else None

@@ -38,13 +38,13 @@ Model = Annotated[
 ]
 Devices = Annotated[
     str | None,
-    typer.Option("--devices", "-d", help="How many of what: 8xH100, 1024xA100-80, 2xCPU", show_default=False),
+    typer.Option("--devices", "-d", help="Number and kind: 8xH100, 1024xA100-80, 2xCPU", show_default=False),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(help="Plan this file as it is (any dialect `fullshard launch` reads); flags win", parser=path_word),
+    typer.Option(help="Plan this configuration file (any dialect of `fullshard launch`); flags win", parser=path_word),
 ]
-Auto = Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")]
+Auto = Annotated[bool, typer.Option("--auto", help="Search for the fastest plan that fits; same as --strategy auto")]
 Margin = Annotated[
     float | None,
     typer.Option(min=1, max=100, help="Percent of a device that --auto and proposals may fill. Default: 92"),
@@ -64,13 +64,15 @@ def plan(
     context: typer.Context,
     model: Model = None,
     devices: Devices = None,
-    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts the devices are in. Default: full ones")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Number of hosts of the devices. Default: fully used hosts")
+    ] = None,
     config: Config = None,
     auto: Auto = False,
     margin: Margin = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     write: Write = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists")] = False,
     calibrate: Calibrate = None,
     settings: dict[str, Any],
 ) -> None:
@@ -131,7 +133,7 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
             hint=f"use a seq_len of at most {model.positions}",
         )
     given["seq_len"] = model.positions
-    return [f"{model.name} has positions for {model.positions} tokens: planned with that many"]
+    return [f"{model.name} has positions for {model.positions} tokens, so the plan uses that many"]
 
 
 def _question(
@@ -155,10 +157,10 @@ def _question(
     job = Job.from_run(resolved.config, **({} if batch is None else {"micro_batch": batch}) | given)
     notes = [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH] + _unplanned(resolved)
     if "precision" not in given and "precision.mode" not in resolved.settings:
-        notes.append(f"{config} says nothing of precision: planned in {job.compute_dtype}, as it is stored")
+        notes.append(f"{config} does not set the precision: planned in {job.compute_dtype}, as the model is stored")
     processes = resolved.config.launch.num_processes
     if processes is not None and split_devices(devices)[0] is None:
-        devices = f"{processes}x{devices}"  # the file says how many, the flag of what kind
+        devices = f"{processes}x{devices}"  # the file sets the number, the flag the kind
     cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines)
     if processes not in (None, cluster.count):
         raise ConfigError(
@@ -169,12 +171,12 @@ def _question(
 
 
 _UNPLANNED = {
-    "sharding.wrap": "planned with a unit per layer; larger ones need more memory",
-    "sharding.wrap_classes": "planned as the model's layers; with others memory and traffic are not those below",
-    "sharding.ignored_modules": "planned as sharded; every rank holds all of them",
-    "precision.param_dtype": "planned in the dtypes of precision.mode alone",
+    "sharding.wrap": "planned with a unit per layer; larger units need more memory",
+    "sharding.wrap_classes": "planned as the model's layers; other units need other memory and traffic",
+    "sharding.ignored_modules": "planned as sharded, but every rank holds all of them",
+    "precision.param_dtype": "planned with the dtypes of precision.mode only",
 }
-"""Settings that a run follows and a plan does not, and what that means for its figures."""
+"""Settings that affect a run but not a plan, and the consequences for the plan's figures."""
 
 
 def _unplanned(resolved: Resolved) -> list[str]:
@@ -199,7 +201,7 @@ def _micro_batch_of(reading: Reading) -> int | None:
 
 
 _PIPE_WIDTH = 400
-"""Width of output that a program reads: no line is broken."""
+"""The width of output to a pipe, so large that lines are not wrapped."""
 
 
 def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], *, as_json: bool) -> None:
@@ -234,7 +236,7 @@ def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> 
     config = as_run_config(plan, {name: setting.value for name, setting in settings.items()})
     save_text(write_native(config), path, overwrite=overwrite)
     typer.echo(f"wrote {path}: run it with fullshard launch --config_file {path} SCRIPT", err=True)
-    typer.echo(f"the script is to have {for_the_script(plan.job)}", err=True)
+    typer.echo(f"the script must use {for_the_script(plan.job)}", err=True)
 
 
 def _calibrate(path: Path, *, overwrite: bool) -> None:

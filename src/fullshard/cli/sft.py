@@ -87,7 +87,7 @@ def _sections(path: Path, directory: Path, launch_words: Sequence[str]) -> list[
     entries = [entry for entry in read_document(path) if entry.key in GROUPS]
     if not entries:
         return []
-    resolve([NATIVE.read(entries)])  # errors name this file, not its part
+    resolve([NATIVE.read(entries)])  # so that errors name this file
     if "--config_file" in launch_words:
         raise ConfigError(f"{path} has the section {entries[0].key}, but --config_file names another file")
     with (directory / path.name).open("w", encoding="utf-8") as file:

@@ -30,17 +30,17 @@ def simulate(
         str, typer.Option("--model", "-m", help="A known name (Llama-3-70B), a config.json or its directory")
     ],
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Ranks to pretend", show_default="those of --devices")
+        int | None, typer.Option(min=1, max=4096, help="Number of simulated ranks", show_default="those of --devices")
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option("--devices", "-d", help="How many of what, for --timeline: 64xH100", show_default=False),
+        typer.Option("--devices", "-d", help="Number and kind of devices for --timeline: 64xH100", show_default=False),
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Time the step on --devices, and write a trace for Perfetto into .json", parser=file_word),
+        typer.Option(help="Time the step on --devices and write a .json trace for Perfetto", parser=file_word),
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="Which of them to be")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="The rank to simulate")] = 0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     settings: dict[str, Any],
@@ -105,7 +105,7 @@ def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as
     for difference in result.differences:
         typer.echo(f"differs from the plan: {difference}")
     if not result.differences:
-        typer.echo("events and bytes are those that fullshard plan predicts")
+        typer.echo("events and bytes are as fullshard plan predicts")
     return bool(result.differences)
 
 

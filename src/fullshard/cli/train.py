@@ -44,7 +44,7 @@ def train(
         )
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")
-    if nproc is None and not is_launched:  # else nothing here needs torch, whose import takes seconds
+    if nproc is None and not is_launched:  # otherwise, torch is not needed, and importing it takes seconds
         from fullshard.comm import device as devices
         from fullshard.launch.device import kind_of
         from fullshard.launch.processes import usable_cpu_count

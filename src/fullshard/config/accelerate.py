@@ -245,10 +245,10 @@ def finish_parallelism(reading: Reading) -> None:
     try:
         replicas = values.integer(entry.value) if entry is not None else 1
     except ValueError:
-        return  # a problem already
+        return  # it has been reported as a problem
     others = (reading.entries.get(f"parallelism_config_{kind}_size") for kind in ("tp", "cp", "sp", "pp", "ep"))
     if entry is None or replicas <= 1 or any(other is not None and str(other.value) != "1" for other in others):
-        return  # other kinds of parallelism, which are refused, count in the number of processes
+        return  # the number of processes includes other kinds of parallelism, which are refused
     said = Setting("sharding.strategy", "NO_SHARD", entry.origin, entry.key)
     if number is not None and number.value != replicas * (1 if size is None else size.value):
         ranks = f"{replicas} replicas of {'1 rank' if size is None else f'{size.value} ranks'}"
@@ -281,4 +281,4 @@ FLAT = Dialect(
     ),
     finish=_finish_flat,
 )
-"""All keys side by side, as flags and variables have them. `find` takes the names of its flags, without dashes."""
+"""All keys in one flat table, for flags and variables. `find` accepts the names of flags without dashes."""

@@ -30,7 +30,7 @@ from fullshard.config.origin import Entry
 from fullshard.core.errors import ConfigError
 
 STAGES = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OPTIMIZER", "FULL_SHARD")
-"""The strategy that each of ZeRO's stages is."""
+"""The strategy for each ZeRO stage."""
 
 
 def _stage(value: Any) -> Settings:
@@ -41,7 +41,7 @@ def _stage(value: Any) -> Settings:
 
 
 _PARAMETERS, _OPTIMIZER = "sharding.cpu_offload", "sharding.offload_main_weights"
-"""DeepSpeed's names for offload of parameters, and of the optimizer."""
+"""The settings for DeepSpeed's offload of parameters and of the optimizer."""
 _SAVED = "sharding.offload_activations"
 _WITH_PARAMETERS = "the gather inputs are made from main weights, which are offloaded too"
 _WITH_OPTIMIZER = "main weights are offloaded together with the optimizer state"
@@ -91,7 +91,7 @@ def _batch(value: Any) -> str:
 
 
 _KINDS = ("type", "torch_adam", "adam_w_mode")
-"""Which optimizer it is, and whose implementation; the rest of a section are its numbers."""
+"""The keys that select the optimizer and its implementation. The other keys of the section are its numbers."""
 
 
 def _made_by_script(value: Any) -> str:
@@ -115,7 +115,7 @@ def _switched_off(because: str) -> Any:
     def read(value: Any) -> Settings:
         enabled = value
         if isinstance(value, tuple):
-            # A part without `enabled` is on if it is present.
+            # A section without `enabled` is enabled if it is present.
             flags = [entry.value for entry in value if entry.key.lower().endswith("enabled")]
             enabled = any(values.boolean(flag) for flag in flags) if flags else bool(value)
         if enabled not in (False, None, {}, []):

@@ -18,13 +18,13 @@ from fullshard.config.settings import closest, plain_message
 from fullshard.core.errors import ConfigError
 
 Settings = Mapping[str, Any]
-"""Values by path, `group.name`."""
+"""Values of settings by path (`group.name`)."""
 
 COMMENT = ("_", "//", "$")
-"""Prefixes of keys that are no settings: JSON has no comments, and an editor's `$schema`."""
+"""Prefixes of keys that are not settings: comments in JSON, and `$schema` for editors."""
 
 Read = Callable[[Any], Settings | str | None]
-"""Turns a value into settings; see `Key.read`."""
+"""Converts a value to settings; see `Key.read`."""
 
 
 class Status(StrEnum):
@@ -164,7 +164,7 @@ class Reading:
             if other.value != setting.value and setting.origin.precedence == other.origin.precedence:
                 theirs, ours = shown(other.value), shown(setting.value)
                 message = f"{other.key} means {setting.path} = {theirs}, {setting.key} means {ours}"
-                if not known & {other.origin, setting.origin}:  # else a rule has found it already
+                if not known & {other.origin, setting.origin}:  # otherwise, a rule has reported it already
                     self.problems.append(Problem((other.origin, setting.origin), message, "keep one of the two"))
 
 
@@ -281,7 +281,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
     except (ConfigError, ValueError) as error:
         message = plain_message(error)
         advice = f"see {key.target} in `fullshard config explain`" if key.target else f"leave it out: {key.because}"
-        named = _normal(entry.key) in _normal(entry.origin.text)  # a flag or a variable is called like its key
+        named = _normal(entry.key) in _normal(entry.origin.text)  # a flag or variable has the name of its key
         what = message if named and entry.origin.precedence > Precedence.FILE else f"{entry.key}: {message}"
         return problem(what, getattr(error, "hint", None) or advice)
     if found is None or isinstance(found, str):

@@ -14,9 +14,9 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 
 MAX_NBYTES = 2**18
-"""Largest configuration file; the longest known ones have a few thousand bytes."""
+"""The maximum size of a configuration file. The longest known files have a few thousand bytes."""
 _MAX_VALUES = 20_000
-"""Most values of a configuration: the aliases of YAML make many out of a few."""
+"""The maximum number of values in a configuration, because YAML aliases can multiply them."""
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:
@@ -35,7 +35,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
                 f"{path} has more than {MAX_NBYTES} bytes",
                 hint="check the path; a configuration has only a few lines of text",
             )
-        text = data.decode("utf-8-sig")  # editors on Windows begin a file with a mark
+        text = data.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except FileNotFoundError:
         raise ConfigError(
             f"the configuration file {path} does not exist",
@@ -59,7 +59,7 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
     except MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         place = f"{mark.line + 1}:{mark.column + 1}" if mark is not None else "1:1"
-        problem = (error.problem or "").split(" with value")[0]  # of a key that is there twice
+        problem = (error.problem or "").split(" with value")[0]  # for a duplicate key
         hint = "a key needs a colon and a space before its value, nested keys the same indentation; each stands once"
         raise ConfigError(f"{name}:{place}: the file is not valid YAML: {problem}", hint=hint) from None
     except Exception as error:  # ruamel raises plain errors for malformed tags and numbers
@@ -76,7 +76,7 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
 def _entries(mapping: Any, name: str, values: Iterator[int]) -> tuple[Entry, ...]:
     found = []
     for key in mapping:
-        # A key that is merged in (<<) has no place of its own there.
+        # A key that is merged in (<<) has no position here.
         line, column = (mapping.lc.data or {}).get(key, (mapping.lc.line, mapping.lc.col))[:2]
         origin = Origin(Precedence.FILE, f"{name}:{line + 1}:{column + 1}")
         found.append(Entry(str(key), _value(mapping[key], name, values), origin))
@@ -93,7 +93,7 @@ def _value(value: Any, name: str, values: Iterator[int]) -> Any:
         return _entries(value, name, values)
     if isinstance(value, list):
         return [_value(item, name, values) for item in value]
-    # ruamel's scalars remember how they were written; only the plain value is wanted.
+    # ruamel's scalars keep their notation; only the plain value is needed.
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)

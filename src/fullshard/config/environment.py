@@ -76,15 +76,15 @@ VARIABLES: dict[str, str] = {
     **{f"ACCELERATE_{key.name.upper()}": key.name for key in DYNAMO_KEYS},
     **{key.variable: key.name for key in FLAT.keys if key.variable},
 }
-"""The key that each variable carries."""
+"""The key for each variable."""
 
 _EXPORTED = {"FSDP_VERSION": ("1", "2"), "FSDP_USE_ORIG_PARAMS": ("true",)}
-"""Values that the launcher exports although nobody chose them, of keys without effect: no note about these."""
+"""Values that the launcher always exports, for keys without effect. They do not produce a note."""
 
 _IGNORED = (
-    # Whether Accelerate reads the other variables; here they are always read.
+    # These control whether Accelerate reads the other variables, which are always read here.
     *("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    # What scripts import from Accelerate reads these: loggers, tracebacks, `init_empty_weights`, `debug_launcher`.
+    # Read by what scripts import from Accelerate: loggers, tracebacks, `init_empty_weights`, `debug_launcher`.
     *("ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
     *("ACCELERATE_DEBUG_RDV_FILE", "ACCELERATE_NUM_PROCESSES"),
 )

@@ -88,10 +88,10 @@ _NOT_HERE = {
         *("event_log_handler", "duplicate_stdout_filters", "duplicate_stderr_filters"),
     ),
 }
-"""Beginnings of flags that are refused, by the reason."""
+"""Prefixes of refused flags, by reason."""
 
 _NAMED_OTHERWISE = {"mode"}
-"""Fields whose own name would say too little as a flag: the mode of precision is --mixed_precision."""
+"""Fields with names that are unclear as flags: the flag for the precision mode is --mixed_precision."""
 
 
 def _own_keys(taken: set[str]) -> tuple[Key, ...]:
@@ -140,7 +140,7 @@ OPTIONS = (
 )
 
 SHORT = {"n": "num_processes", **{option.short: option.name for option in OPTIONS if option.short}}
-"""Flags of one letter, and those that they stand for; `-n` is the same to `train` and `doctor`."""
+"""The one-letter flags and their long forms. `-n` has the same meaning in `train` and `doctor`."""
 
 _KINDS: dict[str, Kind] = {"module": "module", "no_python": "program"}
 _TRUTHS = {
@@ -268,7 +268,7 @@ def _is_truth(name: str) -> bool:
         return False
     if key.name in _TRUTHS:
         return True
-    if key.read is not None or not key.target:  # with a reader the value is richer than yes or no
+    if key.read is not None or not key.target:  # a key with a reader accepts more than yes and no
         return False
     kind = SETTINGS[key.target].annotation
     return kind is bool or bool in get_args(kind)
@@ -277,7 +277,7 @@ def _is_truth(name: str) -> bool:
 def _suggestion(spelled: str) -> str:
     known = [option.name for option in OPTIONS] + FLAGS.spellings()
     wanted = spelled.lstrip("-").replace("-", "_").lower()
-    longer = [name for name in known if name.startswith(wanted) and len(wanted) > 2]  # argparse takes abbreviations
+    longer = [name for name in known if name.startswith(wanted) and len(wanted) > 2]  # argparse accepts abbreviations
     close = next(iter(longer), None) or closest(wanted, known, 0.6)
     if close:
         return f"did you mean --{close}?"

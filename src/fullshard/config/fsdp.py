@@ -16,7 +16,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
-"""Parameters of a unit under SIZE_BASED_WRAP where none are given, as Accelerate has it."""
+"""Accelerate's default for the number of parameters of a unit with SIZE_BASED_WRAP."""
 
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
@@ -31,7 +31,7 @@ def _wrap(value: Any) -> Settings:
 
 
 def _min_num_params(value: Any) -> Settings | str:
-    # Transformers writes 0 for none.
+    # Transformers writes 0 for "not set".
     number = values.integer(value)
     return {"sharding.wrap_min_numel": number} if number != 0 else "0 asks for no size"
 
@@ -157,7 +157,7 @@ def _finish_strategy(reading: Reading) -> None:
         return
     row = parse_strategy(strategy.value)
     if reshard.value == "auto" or row.freeing(reshard.value) in (None, row):
-        return  # the schema refuses what a row cannot honour
+        return  # the schema refuses combinations that a row does not support
     version = reading.entries.get("fsdp_version")
     if version is not None and str(version.value).strip() == "2":
         text = (

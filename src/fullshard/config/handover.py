@@ -21,7 +21,7 @@ from fullshard.core.files import read_object
 
 _ENVIRONMENT = "environment"
 _own = {("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")}
-"""Variables with values that nobody chose: set here for Transformers, or by Accelerate whenever it makes a plugin."""
+"""Variables and values that users did not choose, set here for Transformers or by Accelerate for each plugin."""
 
 
 def hand_over(config: RunConfig, path: Path) -> dict[str, str]:

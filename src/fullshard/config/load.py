@@ -28,7 +28,7 @@ NATIVE = Dialect(
         for group, model in GROUPS.items()
     ),
 )
-"""Fullshard's own YAML: the groups of `RunConfig` as sections, their fields as keys."""
+"""fullshard's YAML, with the groups of `RunConfig` as sections and their fields as keys."""
 
 FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FSDP_ARGUMENTS)
 """The dialects of a file. If a file reads equally well in two of them, the first one wins."""
@@ -72,7 +72,7 @@ def _read(entries: tuple[Entry, ...], directory: Path) -> Reading:
     reading = readings[dialect.name]
     further = reading.entries.get("deepspeed_config_file")
     if further is not None and further.value:
-        # As in Accelerate, relative to the working directory; then beside the file.
+        # Relative to the working directory, as in Accelerate, or else to the file.
         path = local_path(str(further.value))
         reading.add(DEEPSPEED.read(read_document(path if path.exists() else directory / path)))
         reading.find_contradictions()

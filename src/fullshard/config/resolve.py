@@ -32,7 +32,7 @@ class Resolved:
         """Yield every setting in the order of the schema, with its value, default, source, and the key as written."""
         for path, field in SETTINGS.items():
             value, setting = self.value(path), self.settings.get(path)
-            follows = setting is None and value != field.default  # `wrap` where classes or a size are given
+            follows = setting is None and value != field.default  # `wrap` if classes or a size are set
             yield {
                 "path": path,
                 "value": value,
@@ -67,13 +67,13 @@ def resolve(readings: Iterable[Reading]) -> Resolved:
 
 def _merge(found: Iterable[Setting]) -> dict[str, Setting]:
     by_path: dict[str, Setting] = {}
-    for setting in sorted(found, key=lambda setting: setting.origin.precedence):  # stable: the later wins
+    for setting in sorted(found, key=lambda setting: setting.origin.precedence):  # stable, so the later setting wins
         by_path[setting.path] = setting
     for path, setting in list(by_path.items()):
         for name in About.of(SETTINGS[path]).overruled_by:
             other = by_path.get(f"{path.partition('.')[0]}.{name}")
             if (path, name, other and other.value) == ("sharding.wrap_classes", "wrap", "auto"):
-                continue  # by class, and this says which
+                continue  # `auto` includes units by class, and this setting names the classes
             if other is not None and other.origin.precedence > setting.origin.precedence:
                 by_path.pop(path, None)
     return by_path
@@ -94,6 +94,6 @@ def _problem(fault: Fault, settings: dict[str, Setting], prefix: str = "") -> Pr
     message = fault.message
     for setting in blamed:
         name = setting.path.split(".")[1]
-        if setting.key != name:  # the user wrote another word for it
+        if setting.key != name:  # the user wrote another name for it
             message += f" ({setting.key} sets {name})"
     return Problem(tuple(setting.origin for setting in blamed), message, fault.hint)

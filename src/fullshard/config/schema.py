@@ -223,7 +223,7 @@ class LaunchConfig(Settings):
     @classmethod
     def _is_local(cls, value: str | None) -> str | None:
         if value is not None:
-            check_path(value)  # passed on as written: `~` is the home on the host that starts the processes
+            check_path(value)  # passed on as written, because `~` is the home on the host that starts the processes
         return value
 
     @field_validator("gpu_ids", mode="before")

@@ -91,7 +91,7 @@ class Settings(BaseModel):
         frozen=True,
         strict=True,
         allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # an infinite one would become null, which means something else
+        ser_json_inf_nan="constants",  # infinity would become null, which has another meaning
         use_attribute_docstrings=True,
     )
 

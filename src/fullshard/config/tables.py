@@ -30,7 +30,7 @@ TABLES = {
     "deepspeed": DEEPSPEED,
     "deepspeed_config": DEEPSPEED_SHORT,
 }
-"""The tables of dialects on the page, by the name in their marks; that of variables is `switches`."""
+"""The tables of dialects on the page, by the name in their marks. The table of variables is named `switches`."""
 
 
 def switches_table() -> str:

@@ -49,7 +49,7 @@ _NO_PIPELINE = _no_effect("pipeline parallelism is not supported")
 
 
 def _shard_size(size: Any) -> Settings:
-    # One row for every size: the mesh is (world size / size) x size, so 1 replicates and the world size only shards.
+    # One row covers all sizes: the mesh is (world size / size) x size, so 1 replicates and the world size only shards.
     return {"sharding.strategy": "HYBRID_SHARD", "sharding.shard_size": size}
 
 
@@ -105,7 +105,7 @@ class _ConfigGroup(BaseModel):
         except ValidationError as error:
             raise self._explained(error, str(error.errors()[0]["loc"][0])) from None
 
-    if not TYPE_CHECKING:  # with it a type checker would accept any assignment
+    if not TYPE_CHECKING:  # otherwise, a type checker would accept any assignment
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in type(self).model_fields and not name.startswith("_"):

@@ -42,7 +42,7 @@ FSDP_ARGUMENTS = Dialect(
     ),
     finish=_finish,
 )
-"""The two arguments of a Trainer together, as ms-swift's presets have them."""
+"""The two arguments of a Trainer in one file, as in ms-swift's presets."""
 
 _WORDS: dict[tuple[str, ...], tuple[str, Any] | None] = {
     ("hybrid", "shard", "zero2"): ("sharding.strategy", "HYBRID_SHARD_ZERO2"),
@@ -50,9 +50,9 @@ _WORDS: dict[tuple[str, ...], tuple[str, Any] | None] = {
     ("full", "shard"): ("sharding.strategy", "FULL_SHARD"),
     ("shard", "grad", "op"): ("sharding.strategy", "SHARD_GRAD_OP"),
     ("no", "shard"): ("sharding.strategy", "NO_SHARD"),
-    ("auto", "wrap"): None,  # units are always found, by fsdp_config's policy if it names one
+    ("auto", "wrap"): None,  # units are always determined, by fsdp_config's policy if it has one
     ("offload",): ("sharding.cpu_offload", True),
-    ("true",): ("sharding.strategy", "FULL_SHARD"),  # version 5 has a truth value
+    ("true",): ("sharding.strategy", "FULL_SHARD"),  # version 5 has a boolean
     ("false",): ("sharding.strategy", "NO_SHARD"),
 }
 _KNOWN = "full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2, auto_wrap, offload"

@@ -43,7 +43,7 @@ class View(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
     subject: ClassVar[str]
-    """What is set, for messages."""
+    """The subject of the settings, for messages."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -62,7 +62,7 @@ class View(BaseModel):
     @classmethod
     def _problem(cls, item: Any) -> str:
         name = ".".join(cls.spelled(str(part)) for part in item["loc"])
-        if raised := item.get("ctx", {}).get("error"):  # one of our own, which says what was got
+        if raised := item.get("ctx", {}).get("error"):  # an error of fullshard, which includes the value
             text = plain_message(raised)
             return f"{name}: {text}" if name else text
         return f"{name}: {item['msg']} (got {item['input']!r})"

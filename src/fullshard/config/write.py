@@ -16,7 +16,7 @@ from fullshard.core.files import write_text
 from fullshard.core.strategy import STRATEGIES
 
 WIDTH = 110
-"""Characters of a comment line."""
+"""The width of a comment line in characters."""
 
 
 def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool = False) -> str:
@@ -31,10 +31,10 @@ def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool
     if comments:
         lines += [
             "# A configuration of fullshard. Use it: fullshard launch --config_file THIS_FILE script.py",
-            "# What each value comes to, and why: fullshard config explain THIS_FILE",
+            "# Show the resulting values and their sources: fullshard config explain THIS_FILE",
         ]
         if not only_changed:
-            lines.append("# A setting behind a `#` has its default; take the `#` away to change it.")
+            lines.append("# A setting after a `#` has its default; remove the `#` to change it.")
     for group, model in GROUPS.items():
         body = [
             line
@@ -67,9 +67,9 @@ def _lines(name: str, field: FieldInfo, value: Any, comments: bool, only_changed
 
 
 def _comment(text: str | None, indent: str) -> list[str]:
-    # Two `#` keep an explanation apart from a setting that is commented out.
+    # Two `#` distinguish an explanation from a setting that is commented out.
     prefix = f"{indent}## "
-    words = " ".join((text or "").split()).replace("None:", "null:")  # as YAML calls it
+    words = " ".join((text or "").split()).replace("None:", "null:")  # as in YAML
     return textwrap.wrap(words, WIDTH, initial_indent=prefix, subsequent_indent=prefix)
 
 
@@ -89,7 +89,7 @@ def scalar(value: Any) -> str:
 
 
 _YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
-"""Words that YAML 1.1, which most editors and tools read, does not take for texts."""
+"""Words that YAML 1.1, which most editors and tools use, does not read as strings."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -117,7 +117,7 @@ def save_text(text: str, path: Path, *, overwrite: bool) -> None:
     """Write a new file. Raise a `ConfigError` if it exists and `overwrite` is false, or if it cannot be written."""
     try:
         if not overwrite:
-            path.touch(exist_ok=False)  # of two simultaneous writers one gets an error
+            path.touch(exist_ok=False)  # one of two simultaneous writers gets an error
         try:
             write_text(path, text)
         except BaseException:

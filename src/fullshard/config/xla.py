@@ -49,7 +49,7 @@ XLA_SETTINGS = Dialect(
 )
 
 XLA_TRAINS = "it selects PyTorch/XLA, which requires the extra `fullshard[xla]`"
-"""The effect of a key that asks for PyTorch/XLA."""
+"""The effect of a key that requests PyTorch/XLA."""
 
 
 def require_xla(what: str, otherwise: str) -> Settings:

@@ -48,7 +48,7 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
     at = interval.start
     while at < interval.stop:
         left = interval.stop - at
-        # outermost dim with a whole slice that begins here and fits
+        # outermost dim with a complete slice that begins here and fits
         dim = next((d for d, stride in enumerate(strides) if at % stride == 0 and stride <= left), len(shape))
         index = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
         if dim == len(shape):  # a scalar

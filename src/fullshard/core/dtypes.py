@@ -42,13 +42,13 @@ ITEMSIZES = {
 """Bytes of one element of each dtype."""
 
 FLOATING = frozenset(name for name in ITEMSIZES if "float" in name)
-"""Dtypes that a precision policy casts; the others are bytes with a meaning of their own, or complex."""
+"""Dtypes that a precision policy casts. The others are bytes, integers, or complex."""
 
 HALF = ("bfloat16", "float16")
 """Dtypes in which an optimizer's step loses small updates."""
 
 COMPUTE: dict[str, str | None] = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Compute dtype of each precision mode; None: as stored."""
+"""Compute dtype of each precision mode. None means the stored dtype."""
 
 
 def itemsize(dtype: str) -> int:
@@ -61,7 +61,7 @@ def itemsize(dtype: str) -> int:
 def wider(one: str, other: str) -> str:
     """Return the floating-point dtype that can represent both, as in torch's type promotion."""
     if itemsize(one) == itemsize(other):
-        return one if one == other else "float32"  # bfloat16 and float16: neither holds the other
+        return one if one == other else "float32"  # neither of bfloat16 and float16 can represent the other
     return max(one, other, key=itemsize)
 
 

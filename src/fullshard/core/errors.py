@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 MAX_LINE, MAX_MESSAGE = 4_000, 60_000
-"""Most characters of a line, and of a whole message."""
+"""The maximum number of characters in a line and in a message."""
 
 
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that control a terminal, or that no output accepts: controls, changes of direction, halves of pairs."""
+"""Terminal control characters, changes of text direction, and surrogates, which cannot be encoded."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:

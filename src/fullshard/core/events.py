@@ -17,7 +17,7 @@ class EventKind(StrEnum):
     UNSHARD_ISSUED = "unshard_issued"
     """its all-gather was launched"""
     UNSHARD_READY = "unshard_ready"
-    """its parameters are whole and bound"""
+    """its unsharded parameters are bound to the module"""
     FORWARD_BEGIN = "forward_begin"
     FORWARD_END = "forward_end"
     BACKWARD_BEGIN = "backward_begin"
@@ -32,11 +32,11 @@ class EventKind(StrEnum):
     """the optimizer has updated one of its buckets within backward, and the gradient was freed"""
     OPTIMIZER_STEP = "optimizer_step"
     PIECES_SENT = "pieces_sent"
-    """an optimizer that needs whole matrices has sent what this rank has of one bucket's, or of their updates"""
+    """an optimizer that needs unsharded matrices has sent this rank's part of a bucket or of its updates"""
     TO_DEVICE = "to_device"
-    """something of one bucket, or a unit's activations, is copied from the host"""
+    """data of one bucket, or a unit's activations, is copied from the host"""
     TO_HOST = "to_host"
-    """the same there"""
+    """data of one bucket, or a unit's activations, is copied to the host"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,14 @@ from typing import Any, BinaryIO
 from fullshard.core.sizes import GIB, MIB
 
 SMALL_NBYTES = 16 * MIB
-"""The most bytes that are read of a small file, unless its reader says otherwise."""
+"""The maximum size of a small file, unless its reader sets another limit."""
 
 MAX_DEPTH = 200
-"""The most lists and objects inside one another that JSON may have; pydantic reads no more either."""
+"""The maximum nesting depth of JSON lists and objects, which is also pydantic's limit."""
 
 _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
-"""What the system says where a file may be written to, but no other may take its place: its folder is not the user's,
-or something is mounted over its name."""
+"""The error codes for a writable file that cannot be replaced, because its folder belongs to another user or because
+something is mounted over its name."""
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     process has open, because a regular file cannot stand in for these. It also does so if the file cannot be replaced.
     An `OSError` always names `path`, which the error of a full disk does not.
     """
-    if path.is_dir():  # else the writer would raise an error in its own words
+    if path.is_dir():  # otherwise, the writer would raise a less clear error
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -52,7 +52,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             _replace(target, temporary)
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(temporary)):
-            raise  # of something else
+            raise  # the error is about another file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def _is_no_file_of_a_folder(path: Path) -> bool:
         return False
     while path.is_symlink():
         folder = Path(os.path.realpath(path.parent))
-        if folder.is_relative_to("/proc"):  # the targets of /dev/stdout and /dev/fd: a file may have no other name
+        if folder.is_relative_to("/proc"):  # the target of /dev/stdout or /dev/fd, which may have no other name
             return True
         path = folder / path.readlink()
     return not path.is_file()
@@ -117,9 +117,9 @@ def open_regular(path: Path, *, limit_nbytes: int | None = None) -> BinaryIO:
 def read_bytes(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
     """Return the contents of a small regular file."""
     with open_regular(path, limit_nbytes=limit_nbytes) as file:
-        asked = min(limit_nbytes, max(os.fstat(file.fileno()).st_size, MIB)) + 1  # as many are made room for
+        asked = min(limit_nbytes, max(os.fstat(file.fileno()).st_size, MIB)) + 1  # this much memory is allocated
         data = file.read(asked)
-    if len(data) == asked:  # it has grown, or its file system does not know its size
+    if len(data) == asked:  # the file has grown, or its file system does not report its size
         raise _too_large(path, limit_nbytes, "more")
     return data
 

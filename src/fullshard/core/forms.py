@@ -14,10 +14,10 @@ from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
 
 CPU_PIECE_NUMEL = 2**20
-"""Elements that are encoded or decoded at once on a CPU; a multiple of every atom."""
+"""The number of elements that a CPU encodes or decodes at a time, a multiple of every atom."""
 
 DEVICE_PIECE_NUMEL = 2**24
-"""The same on an accelerator, where each piece costs the host some launches."""
+"""The same for an accelerator, where the host launches several kernels per piece."""
 
 
 class Part(NamedTuple):
@@ -59,13 +59,13 @@ class StoredForm:
 
 
 _GROUP = 256
-"""First-level scales that share one of the second level."""
+"""The number of first-level scales that share a second-level scale."""
 
 
 def _four_bits(name: str, block: int) -> tuple[StoredForm, StoredForm]:
     codes = Part("codes", "uint8", 2)
     plain = StoredForm(name, (codes, Part("scales", "float32", block)))
-    # Elsewhere a whole weight has one offset. Here each group has it, so that a group needs nothing else.
+    # Other libraries have one offset per weight. Here each group has an offset, so that it is self-contained.
     groups = (Part(part, "float32", block * _GROUP) for part in ("scales_of_scales", "offsets"))
     return plain, StoredForm(f"{name}-double", (codes, Part("scales", "uint8", block), *groups))
 
@@ -75,11 +75,11 @@ FORMS: dict[str, StoredForm] = {
     for form in (
         *_four_bits("nf4", 64),
         *_four_bits("fp4", 64),
-        # Of the usual block sizes, the smallest whose scales take less than 2 % of the codes.
+        # The smallest of the usual block sizes for which scales take less than 2 % of the size of the codes.
         StoredForm("int8", (Part("codes", "uint8", 1), Part("scales", "float32", 256))),
-        # The Open Compute Project's microscaling format, in which gpt-oss has its experts.
+        # The Open Compute Project's microscaling format, which gpt-oss uses for its experts.
         StoredForm("mxfp4", (Part("codes", "uint8", 2), Part("scales", "uint8", 32))),
-        # DeepSeek-V3 has one scale for 128 x 128 elements; here each row of those has its copy of it.
+        # DeepSeek-V3 has one scale per 128 x 128 elements; here each row of such a block has a copy.
         StoredForm("fp8", (Part("codes", "float8_e4m3fn", 1), Part("scales", "float32", 128))),
     )
 }

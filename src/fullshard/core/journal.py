@@ -23,7 +23,7 @@ from fullshard.core.files import parse_object, read_lines, read_text
 
 JOURNAL_NAME = "events.jsonl"
 _LONGEST_TEXT = 2000
-"""Most characters of a message: a write of more than one disk page could be torn."""
+"""The maximum number of characters of a message, because a write of more than one disk page could be split."""
 
 
 class Happening(StrEnum):
@@ -82,7 +82,7 @@ class Journal:
             event["message"] = message[:_LONGEST_TEXT]
         line = json.dumps(event, default=str) + "\n"
         try:
-            # Without O_NONBLOCK the open would wait for a pipe in its place.
+            # Without O_NONBLOCK, opening a pipe in place of the file would block.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             file = os.open(self.path, flags, 0o644)
             try:
@@ -92,7 +92,7 @@ class Journal:
         except FileNotFoundError:  # the run's directory has been removed
             self.path = None
         except OSError as error:
-            warnings.warn(f"fullshard: events are not written to {self.path}: {error}", stacklevel=2)
+            warnings.warn(f"fullshard: events cannot be written to {self.path}: {error}", stacklevel=2)
             self.path = None
 
 
@@ -116,7 +116,7 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
 
 
 TOLD = "journal"
-"""The file in which a launcher's processes tell it of their journal."""
+"""The name of the file in which a launcher's processes store the path of their journal."""
 
 
 def told_by_processes(directory: Path) -> Path | None:

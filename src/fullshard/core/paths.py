@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fullshard.core.errors import ConfigError, cut
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `pathlib` leaves no more of two
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, because `pathlib` reduces two slashes to one
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".md", ".py", ".bin", ".safetensors", ".arrow")
 _HINTS = {

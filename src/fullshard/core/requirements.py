@@ -8,11 +8,11 @@ from fullshard.core.errors import VersionError
 from fullshard.core.version import __version__
 
 OLDEST_TORCH = (2, 11)
-"""The oldest that the tests pass with; `pyproject.toml` says the same. 2.10 cannot join a mesh for a part of it."""
+"""The oldest version that passes the tests, as in `pyproject.toml`. With 2.10, a rank cannot join part of a mesh."""
 
 
 XLA_TORCH = (2, 9)
-"""The torch that the last torch_xla was built for; no other loads it."""
+"""The torch version for which the last torch_xla was built. Other versions cannot load it."""
 
 
 def is_too_old(version: str) -> bool:
@@ -23,7 +23,7 @@ def is_too_old(version: str) -> bool:
 def require_torch() -> None:
     """Refuse an unsupported torch. The lowest-level packages that use torch call this first."""
     version = version_of("torch")
-    if version is not None and is_too_old(version):  # else it is built from source, or missing: the import will tell
+    if version is not None and is_too_old(version):  # without a version, the import reports errors
         oldest = ".".join(map(str, OLDEST_TORCH))
         hint = f"pip install 'torch>={oldest}'"
         if why_no_xla() is None:

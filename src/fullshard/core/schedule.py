@@ -13,10 +13,10 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 REDUCTIONS_IN_FLIGHT = 1
-"""Reductions that may be under way before the oldest is waited for; bounds the memory of unsharded gradients."""
+"""The number of reductions that may be in flight, which limits the memory of unsharded gradients."""
 
 SPENT = 0.9
-"""Share of free memory that units kept unsharded may take: the rest is for what comes rarely, and for fragments."""
+"""The fraction of free memory for units kept unsharded. The rest is for rare allocations and fragmentation."""
 
 UnitT = TypeVar("UnitT")
 BucketT = TypeVar("BucketT", bound=Hashable)
@@ -26,11 +26,11 @@ class BackwardPrefetch(StrEnum):
     """The time at which backward unshards the unit that it needs next."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
-    """before the current unit's gradients are computed: most overlap, two units unsharded at once"""
+    """before the current unit's gradients are computed: most overlap, with two units unsharded at the same time"""
     BACKWARD_POST = "BACKWARD_POST"
-    """after them: less overlap, less memory"""
+    """after the current unit's gradients are computed: less overlap, less memory"""
     NO_PREFETCH = "NO_PREFETCH"
-    """when it is needed"""
+    """only when the unit is needed"""
 
 
 def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:

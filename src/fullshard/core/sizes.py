@@ -8,11 +8,11 @@ import re
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 LONG_NBYTES = 2**25
-"""Of a tensor that glibc maps anew each time, its pages cleared by the kernel, which costs more than it saves: 32 MiB
-(DEFAULT_MMAP_THRESHOLD_MAX in malloc.c)."""
+"""The size from which glibc maps a tensor at each allocation (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c). The kernel then
+clears its pages, which costs more than it saves."""
 
 SUM_BLOCK_NBYTES = 512 * KIB
-"""Of a sum that a CPU makes in one go: short enough that it is still in the cache when it is divided and looked at."""
+"""The bytes that a CPU sums at a time, few enough to stay in the cache until they are divided and checked."""
 
 
 def sum_blocks(terms: int, *, is_cast: bool) -> int:
@@ -46,7 +46,7 @@ def parse_count(text: str) -> float | None:
 
 
 PACKED_BLOCK_NUMEL = 256
-"""Elements that share a scale when they are sent as int8."""
+"""The number of elements that share a scale when they are sent as int8."""
 
 
 def packed_nbytes(numel: int, itemsize: int) -> int:

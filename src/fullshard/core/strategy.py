@@ -24,7 +24,7 @@ class Placement(StrEnum):
     SHARD = "S"
     """each rank of the axis holds its interval"""
     REPLICATE = "R"
-    """each rank of the axis holds all of it"""
+    """each rank of the axis holds the complete tensor"""
 
 
 class Axis(StrEnum):

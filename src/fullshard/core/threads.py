@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 
 _SECONDS = 1.0
-"""Seconds for threads to stop, enough to finish a computation between two checks."""
+"""The seconds that threads have to stop, enough to finish a computation between two checks."""
 _GLOO_SECONDS = 10.0
 
 _STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
@@ -65,7 +65,7 @@ def wait_for_gloo() -> None:
     deadline = time.monotonic() + _GLOO_SECONDS
     before, now = None, _gloo_threads()
     while now and (now != before or not all("S (sleeping)" in state for state in now)) and time.monotonic() < deadline:
-        time.sleep(0.01)  # twice as long as a thread waits before it asks for the interpreter
+        time.sleep(0.01)  # twice the time that a thread waits before it requests the interpreter
         before, now = now, _gloo_threads()
 
 
@@ -73,7 +73,7 @@ def _gloo_threads() -> list[str]:
     """Return the state and the context switches of each Gloo thread that runs operations. Works on Linux only."""
     found = []
     for path in Path("/proc/self/task").glob("*/status"):
-        with contextlib.suppress(OSError):  # or it has just ended
+        with contextlib.suppress(OSError):  # the thread may have just ended
             name, *lines = path.read_text(encoding="utf-8").splitlines()
             if name.endswith("pt_gloo_runloop"):
                 found.append(" ".join(line for line in lines if line.startswith("State") or "ctxt_switches" in line))

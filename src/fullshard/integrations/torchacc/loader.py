@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device
 from fullshard.core.errors import ConfigError, DataError
 
 DEFAULT_PADDING: Mapping[str, float] = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-"""The default values that batches are padded with, by key."""
+"""The default padding values for batches, by key."""
 
 _NO_EFFECT = {
     **dict.fromkeys(
@@ -77,7 +77,7 @@ class AsyncLoader:
             yield send_to_device(batch if self.buckets is None else self._padded(batch, self.buckets), self.device)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names this object does not have: the dataset, the position, set_epoch.
+        # Only called for attributes that this object does not have, such as the dataset or set_epoch.
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -97,7 +97,7 @@ class AsyncLoader:
                 hint=f"pass pad_value_dict with a value for each of {sorted(rows)}",
             )
         if (longest := max((value.shape[-1] for value in rows.values()), default=0)) > lengths[-1]:
-            _say(f"a batch of length {longest} is longer than all buckets, {lengths}: it is one now")
+            _say(f"a batch of length {longest} is longer than all buckets, {lengths}, and is added to them")
             lengths.append(longest)
         padded = {}
         for key, value in rows.items():

@@ -27,7 +27,7 @@ from fullshard.integrations.torchacc.eager import joined
 from fullshard.launch.environment import run_on_main
 
 CONSOLIDATED = "consolidated.pth"
-"""Name of the consolidated file if none is given, in the working directory."""
+"""The default name of the consolidated file, in the working directory."""
 
 _OWN_NAME = re.compile(r"rank-?(\d+)-of-(\d+)")
 
@@ -147,7 +147,7 @@ def _plain(value: Any, made: dict[int, Any], *, gathers: bool, keep: bool) -> An
             tensor = value
             if isinstance(value, ShardedTensor):
                 tensor = value.full_tensor() if gathers else value.local
-            # A copy of a view: torch.save would write all that it is a view of.
+            # Copy views, because torch.save would write their complete storage.
             made[id(value)] = tensor.detach().to("cpu", copy=True) if keep else None
         return made[id(value)]
     if isinstance(value, Mapping):

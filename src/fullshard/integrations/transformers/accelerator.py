@@ -31,7 +31,7 @@ class TrainerAccelerator(Accelerator):
     """
 
     parallelism_config = None
-    _accumulates = False  # the Trainer does
+    _accumulates = False  # the Trainer accumulates
 
     def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
         _refuse(args)
@@ -61,7 +61,7 @@ class TrainerAccelerator(Accelerator):
                 "wait forever",
                 hint="leave it out (metrics drop the repeated samples), or set dataloader_drop_last=True",
             )
-        # Trainer makes the optimizer before it has the model sharded, as for Accelerate's version 2.
+        # Trainer creates the optimizer before the model is sharded, as for version 2 in Accelerate.
         plugin.fsdp_version = 2
         self._say_what_has_no_effect(args)
 
@@ -71,8 +71,8 @@ class TrainerAccelerator(Accelerator):
         """Shard a model as `Accelerator.prepare_model` does."""
         plugin: Any = self.fsdp_plugin
         if _is_pefts_policy(plugin.auto_wrap_policy):
-            # It makes every adapter a unit of its own, which Accelerate needs to treat frozen parameters apart. Here a
-            # unit may hold both.
+            # It makes every adapter a separate unit, which Accelerate needs because of frozen parameters. Here a unit
+            # may contain both kinds.
             self._say("peft's fsdp_auto_wrap_policy: units are the model's layers, adapters included")
             plugin.auto_wrap_policy = plugin.transformer_cls_names_to_wrap or "TRANSFORMER_BASED_WRAP"
             plugin.transformer_cls_names_to_wrap = None
@@ -108,11 +108,11 @@ class TrainerAccelerator(Accelerator):
     def _say_what_has_no_effect(self, args: Any) -> None:
         asked = [name for name in _DDP if getattr(args, name, None) is not None]
         if asked:
-            self._say(f"{', '.join(asked)}: no effect, the model is sharded and not replicated by DDP")
+            self._say(f"{', '.join(asked)}: no effect, because the model is sharded and not replicated by DDP")
         if self.steps_in_backward:
-            self._say("no gradient norm is logged: optimizers step in backward, and leave none")
+            self._say("the gradient norm is not logged, because optimizers step in backward and free gradients")
         if self._config.checkpoint.async_save:
-            self._say("checkpoint.async_save: no effect, Trainer waits for its checkpoints")
+            self._say("checkpoint.async_save: no effect, because Trainer waits for its checkpoints")
         if self._config.checkpoint.max_lost_steps is not None:
             raise ConfigError(
                 f"checkpoint.max_lost_steps = {self._config.checkpoint.max_lost_steps} is not supported: Trainer does "
@@ -122,7 +122,7 @@ class TrainerAccelerator(Accelerator):
         steps = self._config.training.gradient_accumulation_steps
         if steps not in (1, args.gradient_accumulation_steps):
             self._say(
-                f"training.gradient_accumulation_steps = {steps}: no effect, TrainingArguments has "
+                f"training.gradient_accumulation_steps = {steps}: no effect, because TrainingArguments has "
                 f"{args.gradient_accumulation_steps}"
             )
 

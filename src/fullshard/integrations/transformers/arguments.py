@@ -33,13 +33,13 @@ NO_DEEPSPEED = "there is one engine here; write its settings as fsdp_config, or 
 _PREPARED: dict[str, Any] = {
     "min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False,
 }  # fmt: skip
-"""The values that Transformers puts into `fsdp_config` where the user set none."""
+"""The values that Transformers adds to `fsdp_config` for keys that the user did not set."""
 
 
 def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
     """Return the settings in the two arguments. `fsdp_config` has an effect even without `fsdp`."""
     reading = Reading()
-    if isinstance(fsdp, list | tuple):  # Transformers takes a list of its FSDPOption, too
+    if isinstance(fsdp, list | tuple):  # Transformers also accepts a list of its FSDPOption
         fsdp = " ".join(str(getattr(word, "value", word)) for word in fsdp)
     if isinstance(fsdp, str) and fsdp.strip():
         reading.add(read_fsdp_words(fsdp, Origin.argument("TrainingArguments.fsdp")))
@@ -75,10 +75,10 @@ class ShardedArguments:
     """A mixin for `TrainingArguments` that reads `fsdp` and `fsdp_config` and joins the job for the engine."""
 
     def __post_init__(self: Any) -> None:
-        if self.deepspeed:  # or Transformers would ask for the package
+        if self.deepspeed:  # otherwise, Transformers would require the package
             raise ConfigError("TrainingArguments.deepspeed is not supported", hint=NO_DEEPSPEED)
         if not torch.accelerator.is_available() and launched_device() != "cuda":
-            self.use_cpu = True  # Transformers would refuse bf16, which a CPU computes in, too
+            self.use_cpu = True  # Transformers would refuse bf16, although a CPU supports it
         super().__post_init__()  # type: ignore[misc]
 
     def _process_fsdp_args(self: Any) -> None:
@@ -87,7 +87,7 @@ class ShardedArguments:
         reading = read_fsdp_arguments(self.fsdp, self.fsdp_config)
         refuse(reading.problems)
         self._fullshard_reading = reading
-        # Truthful for scripts that ask. Without a launcher this is a run on one rank, which Transformers would refuse.
+        # Scripts may read it. A run without a launcher has one rank, for which Transformers would refuse it.
         self.fsdp = _as_declared(self, self.fsdp if read_rank_environment().launched else None)
         self.fsdp_config = {**_PREPARED, **_plain(reading)}
 
@@ -101,8 +101,8 @@ class ShardedArguments:
         return super()._setup_devices  # type: ignore[misc, no-any-return]
 
     def __reduce__(self: Any) -> Any:
-        # As an object of the class that its module has under this name: training_args.bin must be readable without
-        # fullshard. `fsdp_config` says all that the reading does.
+        # Pickle it as an instance of the class that the module has under this name, so that training_args.bin can be
+        # read without fullshard. `fsdp_config` contains all the settings of the reading.
         state = {key: value for key, value in self.__dict__.items() if key != "_fullshard_reading"}
         cls = type(self)
         named = getattr(sys.modules[cls.__module__], cls.__qualname__, cls)
@@ -112,7 +112,7 @@ class ShardedArguments:
 def _as_declared(args: Any, fsdp: Any) -> Any:
     """Return the type that `TrainingArguments.fsdp` has after parsing: a boolean, or a list in Transformers 5.6."""
     declared = (vars(cls).get("__annotations__", {}).get("fsdp") for cls in type(args).__mro__)
-    if "list" not in str(next(filter(None, declared))):  # of the field itself HfArgumentParser changes the type
+    if "list" not in str(next(filter(None, declared))):  # HfArgumentParser changes the type of the field itself
         return bool(fsdp)
     option = sys.modules["transformers.trainer_utils"].FSDPOption
     words = "full_shard" if fsdp is True else fsdp or []

@@ -28,7 +28,7 @@ _OF_THE_LOADER = (
     *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "low_cpu_mem_usage", "use_safetensors"),
     *("weights_only", "trust_remote_code", "code_revision"),
 )
-"""Options that say how Transformers reads files, or whose code it trusts; the class has been found by then."""
+"""Options about reading files and trusting code, which are not needed because the class has been loaded."""
 _REFUSED = (
     *("device_map", "max_memory", "offload_folder", "state_dict", "gguf_file", "output_loading_info"),
     *("tp_plan", "tp_size", "force_download", "proxies"),
@@ -90,7 +90,7 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         )
         model.tie_weights()
     model._tp_size, model._fsdp_size = config.tp_size, config.fsdp_size
-    # What the plan keeps whole between forward and backward is the outermost unit's, which does the same.
+    # Parameters that the plan keeps unsharded until backward belong to the outermost unit, which keeps them too.
     units = [model.get_submodule(name) for name, style in fsdp_plan.items() if style == "free_full_weight"]
     shard_model(
         model,

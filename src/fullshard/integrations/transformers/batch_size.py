@@ -17,7 +17,7 @@ from fullshard.engine.module import units_of
 from fullshard.features.watchdog import DesyncDetection
 
 WAIT = timedelta(seconds=30)
-"""The time that ranks which ran out of memory wait for each other."""
+"""The time that ranks wait for each other after running out of memory."""
 
 _TRIES = itertools.count()
 
@@ -33,7 +33,7 @@ def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
     store.set(f"{place}/{own}", "")
     try:
         store.wait([f"{place}/{rank}" for rank in ranks], WAIT)
-    except RuntimeError:  # of one kind or another, by the kind of store
+    except RuntimeError:  # the exception depends on the kind of store
         whole = [rank for rank in ranks if not store.check([f"{place}/{rank}"])]
         raise CommunicationError(
             f"auto_find_batch_size: rank {own} ran out of memory with batches of {batch_size}, "

@@ -28,7 +28,7 @@ def sharded(original: type) -> type:
     if issubclass(original, mixin):
         return original
     _check_version()
-    # The module stays: a pickled instance (training_args.bin) is found there, with fullshard installed or without.
+    # The module stays the same, so that training_args.bin can be unpickled with or without fullshard.
     return type(original.__name__, (mixin, original), {"__module__": original.__module__, "__doc__": original.__doc__})
 
 

@@ -72,7 +72,7 @@ class ShardedTraining:
         """Create the Accelerator, and mark the model as sharded for Trainer."""
         args = self.args
         if args.output_dir is not None:
-            local_path(args.output_dir)  # Transformers itself would make a folder `s3:`
+            local_path(args.output_dir)  # Transformers would create a folder `s3:`
         join_accelerate()
         stream_into_engines()
         resolved = resolved_configuration(args)
@@ -140,7 +140,7 @@ class ShardedTraining:
             yield
 
     def _validate_args(self: Any) -> None:
-        # An optimizer of the script's own is re-pointed to the sharded parameters, so it need not be refused.
+        # A custom optimizer is updated to use the sharded parameters, so it need not be refused.
         self.is_fsdp_enabled = False
         try:
             super()._validate_args()  # type: ignore[misc]
@@ -153,7 +153,9 @@ class ShardedTraining:
         except Exception as error:
             if self.args.auto_find_batch_size:
                 agree_to_start_again(error, self._train_batch_size, self.model)
-            for unit in units_of(self.model)[-1:]:  # a callback's, say, after which others go on with the next step
+            for unit in units_of(self.model)[
+                -1:
+            ]:  # an error in a callback, for example, after which other ranks continue
                 PROGRESS.watcher.failed([unit.mesh.control_group], "Trainer's loop", error)
             raise
 
@@ -196,13 +198,13 @@ class ShardedTraining:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
-        # Trainer logs the norm although it does not clip to it.
+        # Trainer logs the norm even if it does not clip.
         return None if self.accelerator.steps_in_backward else super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
         """Return 6 x tokens x parameters for the unsharded model, excluding embeddings."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        main_input = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's have lists of samples
+        main_input = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's inputs may be lists of samples
         if main_input is None or not hasattr(self.model, "num_parameters"):
             return 0
         tables = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
@@ -285,10 +287,10 @@ class ShardedTraining:
         if self.args.save_only_model or is_saved_as_adapters(self.model):
             return False
         if _saves_its_own_way(self):
-            return True  # what that writes is not for us to read
+            return True  # its files cannot be read here
         if self.accelerator.state_dict_type != "FULL_STATE_DICT":
             return True
-        # Weights that Transformers stores in another form than it computes with cannot be read back in slices.
+        # Weights that Transformers stores and computes with in different forms cannot be read in slices.
         return not checkpoint.is_exported_as_it_is(self.model)
 
     # -- loading ------------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ class ShardedTraining:
         model = self.model if model is None else model
         directory = Path(resume_from_checkpoint)
         if not is_sharded(model):
-            # Trainer's own code serves models that are loaded before they are sharded.
+            # Trainer's own code is for models that are loaded before they are sharded.
             raise CheckpointError(f"{directory} cannot be loaded because the model is not sharded yet")
         has_state = _has_state(directory)
         if has_state:
@@ -328,18 +330,18 @@ class ShardedTraining:
             objects=averages_of(self),
             weights="none",
         )
-        before, now = extra.get("samples_per_step"), _samples_per_step(self)  # older checkpoints do not say
+        before, now = extra.get("samples_per_step"), _samples_per_step(self)  # older checkpoints do not have it
         if before not in (None, now):
             self.accelerator._say(
-                f"{checkpoint_dir}: its steps had {before} samples, they have {now} now. Trainer goes on by number of "
-                "steps: samples of this epoch are read again or left out, and the schedule is another\n"
-                "hint: keep per_device_train_batch_size x gradient_accumulation_steps x processes as it was"
+                f"{checkpoint_dir}: its steps had {before} samples but now have {now}. Trainer resumes by the number "
+                "of steps, so samples of this epoch are repeated or skipped, and the schedule changes\n"
+                "hint: keep per_device_train_batch_size x gradient_accumulation_steps x processes unchanged"
             )
 
     def _load_best_model(self: Any) -> None:
         best = self.state.best_model_checkpoint
         self._load_from_checkpoint(best, self.model)
-        if averages := averages_of(self):  # which the best was judged by
+        if averages := averages_of(self):  # the evaluations that selected the best model used them
             checkpoint.load_checkpoint(
                 Path(best) / TRAINER_STATE, model=self.model, objects=averages, weights="none", rng=False
             )
@@ -363,7 +365,7 @@ def _of_global_batches(sampler: Any, world_size: int) -> Any:
     """Make the sampler order the samples of all ranks, which the loader distributes, and return it."""
     match type(sampler).__name__:
         case "LengthGroupedSampler":
-            sampler.batch_size *= world_size  # lengths are alike over a whole step, at any number of ranks
+            sampler.batch_size *= world_size  # lengths are similar within a step for any number of ranks
         case "BatchRebalanceSampler":
             cls = type(sampler)
 

@@ -49,7 +49,7 @@ def generate_in_step() -> None:
             return theirs(*args, **kwargs)
         own, size = list(call.arguments["prompts"]), call.arguments["batch_size"]
         most = max(collectives.all_gather_object(own), key=len)
-        missing = (math.ceil(len(most) / size) - 1) * size + 1 - len(own)  # to the first prompt of the last round
+        missing = (math.ceil(len(most) / size) - 1) * size + 1 - len(own)  # up to the first prompt of the last round
         call.arguments["prompts"] = own + (own or most)[-1:] * missing
         return theirs(*call.args, **call.kwargs)[: len(own)]
 
@@ -88,7 +88,7 @@ def _ending(stream: _Weights) -> Iterator[_Weights]:
     try:
         yield stream
     except Exception as error:
-        next(stream, None)  # one that has not begun would not tell the other ranks
+        next(stream, None)  # a stream that has not started would not notify the other ranks
         stream.throw(error)
         raise
     finally:

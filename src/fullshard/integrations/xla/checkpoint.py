@@ -62,7 +62,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     load_full_state_dict(model, content["model"])
     if optimizer is not None:
         optimizer.load_state_dict(saved)
-        for values in optimizer.state.values():  # moved to the devices, and not divided yet
+        for values in optimizer.state.values():  # moved to the devices but not divided yet
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.device.type == "xla":
                     values[key] = sharded.place_parameter(value)

@@ -184,7 +184,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     for name, tensor in own.items():
         value = state[name].to(tensor.dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
-        # Not copied into, which would drop the annotation.
+        # Copying into the tensor would drop the annotation.
         tensor.data = sharded.place_parameter(value) if is_parameter else sharded.place(value, ())
 
 
@@ -252,7 +252,7 @@ def _make_unit(module: nn.Module, sharded: Sharded) -> None:
 
     if sharded.settings.checkpointing:
         checkpoint_module(module)
-    # Keeps the compiler from making one computation of all backwards, with all weights at once in memory.
+    # Prevents the compiler from merging all backwards, which would need all weights in memory at the same time.
     xla_sharding.apply_backward_optimization_barrier(module)
     module.register_forward_hook(lambda _module, _inputs, output: sharded.annotate(output))
 

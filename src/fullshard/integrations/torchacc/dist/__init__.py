@@ -35,7 +35,7 @@ _ABSENT = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> NoReturn:
         reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
