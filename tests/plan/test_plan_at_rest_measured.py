@@ -108,10 +108,11 @@ def test_adapters_are_planned_where_peft_puts_them(family: str, targets: str) ->
     [
         ("qwen3_moe", "w1,w2,w3", "qwen3_moe has no linear layer named w1, w2, w3"),
         ("mixtral", "w1,w2", "mixtral stores w1 and w3 in one parameter, gate_up_proj"),
+        ("qwen3_moe", "all-linear", "lora_dropout 0.1: PEFT has no dropout for adapters of stacked experts"),
     ],
 )
 def test_targets_that_peft_refuses(family: str, targets: str, said: str) -> None:
-    job = Job.of({"method": "lora", "lora_targets": targets})
+    job = Job.of({"method": "lora", "lora_targets": targets, "lora_dropout": 0.1})
     with pytest.raises(ConfigError, match=said):
         apply_method(from_config(FAMILIES[family], where="test")[0], job)
 

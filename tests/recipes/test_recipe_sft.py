@@ -209,6 +209,53 @@ def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> N
     check_merged(tmp_path, place / "model", "verbatim")
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_adapters_on_experts_quantised_at_rest(tmp_path: Path, place: Path) -> None:
+    """The command of the page on mixtures of experts, on one rank and on two, and the merge afterwards."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "data").symlink_to(place / "data")
+    words = ["--quantize", "nf4", "--lora_target_modules", "all-linear", "--max_steps", "3", "--logging_steps", "1"]
+    words += ["--gradient_checkpointing", "True", "--lora_dropout", "0"]
+    for size in (1, 2):
+        output = tmp_path / str(size)
+        said = run(
+            [
+                "sft",
+                "--num_processes",
+                str(size),
+                *small_run(tmp_path, output, *words),
+                "--per_device_train_batch_size",
+                str(4 // size),
+            ]
+        )
+        assert "nf4 at rest" in said and "have no adapter" not in said
+    refused = [*small_run(tmp_path, tmp_path / "refused", *words), "--lora_dropout", "0.1"]
+    assert "lora_dropout != 0.\nhint: leave that option out (--lora_dropout 0)" in run(
+        ["sft", "-n", "1", *refused], fails=True
+    )
+    assert close(losses(tmp_path / "2"), losses(tmp_path / "1"), 1e-5)
+    run(["merge", str(tmp_path / "model"), str(tmp_path / "2"), str(tmp_path / "merged")])
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    base.resize_token_embeddings(merged["model.embed_tokens.weight"].shape[0], mean_resizing=False)
+    for name, value in PeftModel.from_pretrained(base, tmp_path / "2").merge_and_unload().state_dict().items():
+        assert torch.equal(merged[name], value), name
+    moved = [name for name, value in before.items() if "experts" in name and not torch.equal(merged[name], value)]
+    assert len(moved) == 4, moved
+
+
 def check_merged(directory: Path, model: Path, adapter: str) -> None:
     """`fullshard merge` makes of the saved adapter what PEFT makes of it."""
     from peft import PeftModel

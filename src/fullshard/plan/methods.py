@@ -39,6 +39,11 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             return model
         return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype=job.main_dtype)])
     wanted, folded = _targets(model, job)
+    if folded and job.lora_dropout:
+        raise ConfigError(
+            f"lora_dropout {job.lora_dropout}: PEFT has no dropout for adapters of stacked experts",
+            hint="leave lora_dropout out, or name lora_targets that are not experts",
+        )
 
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
         frozen = dataclasses.replace(parameter, dtype=job.stored_dtype, trainable=False)

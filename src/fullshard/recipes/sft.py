@@ -127,15 +127,23 @@ def make_trainer(arguments: SFTArguments) -> Any:
         say("packing without flash attention cuts texts into pieces of max_length (packing_strategy wrapped)")
         training.packing_strategy = "wrapped"
     train, test = load_data(arguments)
-    return SFTTrainer(
-        model=model,
-        args=training,
-        train_dataset=train,
-        eval_dataset=test,
-        processing_class=tokenizer,
-        peft_config=trl.get_peft_config(settings),
-        optimizer_cls_and_kwargs=_muon(training) if arguments.own.muon else None,
-    )
+    try:
+        return SFTTrainer(
+            model=model,
+            args=training,
+            train_dataset=train,
+            eval_dataset=test,
+            processing_class=tokenizer,
+            peft_config=trl.get_peft_config(settings),
+            optimizer_cls_and_kwargs=_muon(training) if arguments.own.muon else None,
+        )
+    except ValueError as error:
+        if "ParamWrapper does not work with" not in str(error):
+            raise
+        raise ConfigError(
+            f"the adapters include those of stacked experts, and PEFT's {error}",
+            hint="leave that option out (--lora_dropout 0), or name other --lora_target_modules than experts",
+        ) from error
 
 
 def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
