@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from typing import Any
 
 import pytest
 
 from fullshard.api.virtual.simulation import Simulation, simulate, transformers_model
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
+from fullshard.plan.families import from_config
 from fullshard.plan.job import Job
+from fullshard.plan.layout import lay_out
 from fullshard.plan.library import MODELS
+from fullshard.plan.methods import apply_method
 
 SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 99,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -148,6 +152,30 @@ def test_four_thousand_ranks() -> None:
     assert result.differences == []
 
 
+MIXTURE = {**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT's, which are wrong
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        (MIXTURE, "nf4-double"),
+        *(pytest.param(m, f, marks=pytest.mark.full) for m in (SMALL, MIXTURE) for f in (None, "int8", "mxfp4", "fp8")),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else value,
+)
+def test_adapters_and_weights_quantised_at_rest(model: dict[str, Any], form: str | None) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    settings = {"method": "lora", "lora_rank": 4, "checkpointing": "full", "seq_len": 16, "strategy": "HYBRID_SHARD"}
+    job = Job.of({**settings, "shard_size": 4, "quantize": form})
+    result = simulate(transformers_model(model), job, world_size=8, rank=6)
+    assert result.differences == []
+    planned = apply_method(from_config(model, where="test")[0], job)
+    layout = lay_out(planned, strategy=job.row, world_size=8, shard_size=4, dtypes=job.dtypes)
+    assert result.main_nbytes == sum(bucket.main_nbytes for bucket in layout.buckets)
+
+
 def test_differences_are_found() -> None:
     result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16}), world_size=4)
     wrong = Event(EventKind.RESHARDED, "nowhere", 1)
@@ -168,8 +196,10 @@ def test_parts_that_tokens_do_not_reach_are_named() -> None:
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="rank 4 does not exist in a job of 4 ranks"):
         simulate(transformers_model(SMALL), Job.of({}), world_size=4, rank=4)
-    with pytest.raises(ConfigError, match="only full training"):
-        simulate(transformers_model(SMALL), Job.of({"method": "lora"}), world_size=4)
+    with pytest.raises(
+        ConfigError, match="does not support the layers of bitsandbytes\nhint: use --method lora --quan"
+    ):
+        simulate(transformers_model(SMALL), Job.of({"method": "qlora"}), world_size=4)
     with pytest.raises(ConfigError, match="does not divide"):
         simulate(transformers_model(SMALL), Job.of({"strategy": "HYBRID_SHARD", "shard_size": 3}), world_size=4)
 

@@ -22,7 +22,7 @@ DIFFERS = 1
 @options_from(
     Job,
     *("strategy", "shard_size", "precision", "checkpointing", "accumulation", "micro_batch", "wrap_embeddings"),
-    "attention",
+    *("method", "quantize", "lora_rank", "lora_targets", "attention"),
 )
 def simulate(
     *,

@@ -6,6 +6,7 @@ and the network are missing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 from fullshard.api.counting import as_numbers
 from fullshard.api.planning import model_shape
 from fullshard.api.plugin import dtype_or_none
-from fullshard.api.virtual.device import VirtualDevice
+from fullshard.api.virtual.device import VirtualDevice, instead
 from fullshard.api.virtual.group import playing
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError
@@ -26,6 +27,7 @@ from fullshard.core.imports import import_extra
 from fullshard.engine.lookup import units_of
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
 from fullshard.features.meta_device import WEIGHTS
+from fullshard.features.quantized_weights.quantize import quantize
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.summary import Sharding
 from fullshard.features.unit_selection import embedding_modules, unit_modules
@@ -97,7 +99,7 @@ class NoWeights:
         """Return True for every slot."""
         return True
 
-    initialize = holds
+    initialize = read_parts = holds
 
 
 def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0) -> Simulation:
@@ -107,19 +109,22 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} does not exist in a job of {world_size} ranks", hint="count ranks from 0")
-    if job.method != "full":
-        raise ConfigError("the simulation supports only full training")
+    if job.method == "qlora":
+        raise ConfigError(
+            "the simulation does not support the layers of bitsandbytes",
+            hint="use --method lora --quantize nf4-double, which also stores linear layers in 4 bits",
+        )
     if job.tp > 1:
         raise ConfigError("the simulation does not support tensor parallelism", hint="use fullshard plan")
     shard_size = job.row.mesh_shape(world_size, job.shard_size)[1]
     with meta_parameters():
-        model = build().float()
+        model = _trained(build().float(), job)
     shape = model_shape(model)
     if job.wrap_embeddings:
         shape = shape.with_own_embeddings()
     events: list[Event] = []
     device = VirtualDevice(Cluster(DEVICES["H100"], world_size, 1))  # whose clocks nobody reads
-    with playing(device, rank, world_size):
+    with playing(device, rank, world_size), instead(torch, "autocast", _autocast):
         mesh = init_mesh(shard_size=shard_size, device=torch.device("meta"))
         shard_without_weights(model, job, mesh, events.append)
         sent = _second_step(model, job, mesh, events)
@@ -146,6 +151,28 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
         ),
         predicted_main_nbytes=sum(bucket.main_nbytes for bucket in layout.buckets),
     )
+
+
+def _autocast(device_type: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return torch's autocast context, or one that does nothing on the meta device, which torch's does not support."""
+    return contextlib.nullcontext() if device_type == "meta" else torch.amp.autocast(device_type, **options)
+
+
+def _trained(model: nn.Module, job: Job) -> nn.Module:
+    """Return a float32 model as the method of the job trains it."""
+    if job.method == "full":
+        return model
+    peft = import_extra("peft", extra="sft", purpose="simulating adapters")
+    targets = job.lora_targets or "all-linear"
+    config = peft.LoraConfig(
+        r=job.adapter_rank,
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        lora_dropout=job.lora_dropout or 0.0,
+    )
+    adapted: nn.Module = peft.get_peft_model(model.to(getattr(torch, job.stored_dtype)), config)
+    if job.quantize is not None:
+        quantize(adapted, job.quantize)
+    return adapted
 
 
 def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
