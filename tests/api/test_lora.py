@@ -403,7 +403,7 @@ def misused(directory: str) -> None:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         injected = Accelerator(cpu=True).prepare(injected)
-    assert "save_model will refuse it: it carries adapters inside" in said.getvalue() or dist.get_rank()
+    assert "save_model will refuse this model: it contains adapters" in said.getvalue() or dist.get_rank()
     with pytest.raises(CheckpointError, match="carries adapters inside"):
         Accelerator(cpu=True).save_model(injected, directory)
     with pytest.raises(ConfigError, match="not supported for adapters"):

@@ -24,7 +24,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.mark.parametrize(
     ("free", "count", "said"),
-    [(400, 4, ""), (399, 4, "3 of the 4 fit that will be there at once"), (99, 1, None), (99, 0, "")],
+    [(400, 4, ""), (399, 4, "3 of the 4 checkpoints to keep fit"), (99, 1, None), (99, 0, "")],
 )
 def test_room_for_checkpoints(
     free: int, count: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

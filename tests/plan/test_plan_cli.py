@@ -244,7 +244,7 @@ def test_a_run_that_is_not_planned_says_why(
     said: list[str] = []
     run = RunConfig(), read_rank_environment(), torch.device("cuda", 0)
     assert plan_run(nn.Linear(2, 2), *run, said.append) is None
-    assert len(said) == 1 and said[0].startswith(f"plan: none for this run: {message}")
+    assert len(said) == 1 and said[0].startswith(f"plan: this run cannot be planned: {message}")
 
 
 def test_links_of_a_rack() -> None:

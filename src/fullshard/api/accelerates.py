@@ -22,10 +22,10 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
     untouched, chosen = type(plugin)(fsdp_version=plugin.fsdp_version), {}
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
         value = _translated(plugin, field.name)
-        # Whole or sharded depends on the version there, so without a launcher's word a default counts, too.
+        # In Accelerate, this default depends on the FSDP version, so without a launcher it counts as chosen.
         counts = field.name == "state_dict_type" and handed_over() is None
         if field.name in ("state_dict_config", "optim_state_dict_config"):
-            continue  # Accelerate's own, made from the type
+            continue  # Accelerate derives these from the type
         if value is not None and (counts or value != _translated(untouched, field.name)):
             chosen[field.name] = value
     return FullyShardedDataParallelPlugin(**chosen)
@@ -92,7 +92,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
             )
     replicas, shards, tiles = config.dp_replicate_size or 1, config.dp_shard_size or 1, tensor_parallel_size(config)
     ranks = read_rank_environment().world_size
-    if replicas * shards * tiles == 1:  # Accelerate takes sizes from the environment, which may lack them
+    if replicas * shards * tiles == 1:  # Accelerate reads sizes from the environment, where they may be missing
         return reading
     if replicas * shards * tiles != ranks:
         beneath = f" x tp_size {tiles}" if tiles > 1 else ""

@@ -60,7 +60,7 @@ _RNG_TYPES = {"generator", "torch", "cuda"}
 
 
 Listener = Callable[[Sequence[nn.Module], Sequence[torch.optim.Optimizer]], None]
-"""Called with all models and optimizers that an Accelerator has prepared, after each that is."""
+"""A function that receives all prepared models and optimizers of an Accelerator, each time one is added."""
 
 _LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
 
@@ -167,16 +167,16 @@ class Accelerator(Loaders, Reporting):
         )
         self.state.tell_accelerate()
         if parallelism_config is not None:
-            _ = self.torch_device_mesh  # ranks make it together, and a script may ask for it on one of them
+            _ = self.torch_device_mesh  # a collective, but a script may read it on one rank only
         if self.ddp_handler is not None:
-            self._say("DistributedDataParallelKwargs: no effect, the model is sharded and not replicated by DDP")
+            self._say("DistributedDataParallelKwargs have no effect: the model is sharded and not replicated by DDP")
         for note in self._notes:
             self._say(note)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.rng_types = _check_rng_types(rng_types)
         self.project_configuration = project_config or ProjectConfiguration()
-        if project_dir is not None:  # for logs, too, unless the script's configuration says where
+        if project_dir is not None:  # also for logs, unless the script configures another directory
             self.project_configuration.set_directories(local_name(project_dir))
         if self.project_configuration.project_dir is not None:
             record_events(self.project_configuration.project_dir)
@@ -198,22 +198,22 @@ class Accelerator(Loaders, Reporting):
         state.num_steps = steps
         if earlier not in (None, steps):
             self._notes.append(
-                f"gradient_accumulation_steps is {steps} from now on for the Accelerator that was made "
-                f"before, too (it was {earlier}), as in Accelerate: a process counts the micro-batches of one loop"
+                f"gradient_accumulation_steps is now {steps} for earlier Accelerators, too (it was {earlier}), as in "
+                "Accelerate, because a process counts the micro-batches of only one loop"
             )
         state.begin_run()
         return state
 
-    if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            # Reached only for names that do not exist.
+            # Called only for names that do not exist.
             reason = f" ({METHODS[name]})" if name in METHODS else ""
             raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place
-        # in the job go along; prepared objects stay: a sharded model means nothing in another process.
+        # A function passed to `datasets.map` or a worker's collate function may refer to the Accelerator. Pickle only
+        # its settings and its rank: prepared objects such as a sharded model are useless in another process.
         fields = vars(self) | self._nothing_prepared()
         return fields | {"_theirs": None, "_listeners": [], "_saver": None, "_copies": None, "scaler": None}
 
@@ -244,7 +244,7 @@ class Accelerator(Loaders, Reporting):
             raise ConfigError(f"device_placement has {len(placement)} entries, but there are {len(objects)} objects")
         self.state.check_current()
         prepared = list(objects)
-        # Models first: an optimizer is re-pointed to the sharded ones. Then optimizers, on which schedulers depend.
+        # Shard models first, then re-point optimizers to them, then wrap schedulers, which depend on optimizers.
         for index, value in enumerate(objects):
             refuse_stand_in(value)
             if isinstance(value, nn.Module):
@@ -342,8 +342,8 @@ class Accelerator(Loaders, Reporting):
         self._schedulers.append(prepared)
         if prepared.steps > 1 and self.step_scheduler_with_optimizer:
             self._say_once(
-                f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as Accelerate's do: "
-                "the length of a schedule is that of the loader before prepare() (step_scheduler_once=True steps once)"
+                f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as in Accelerate, "
+                "because schedules count batches of the loader before prepare() (step_scheduler_once=True steps once)"
             )
         return prepared
 
@@ -417,7 +417,7 @@ class Accelerator(Loaders, Reporting):
         """
         self._check_clipping()
         if not self.sync_gradients:
-            # Cutting a part of the sum would change the result, and in fp16 it is still scaled.
+            # Clipping a partial sum would change the result, and in fp16 the gradients are still scaled.
             return clip_grad_norm_(parameters, float("inf"), norm_type)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
@@ -463,7 +463,7 @@ class Accelerator(Loaders, Reporting):
         """Forget all prepared objects. Return one None per argument, so that callers can overwrite their references."""
         vars(self).update(self._nothing_prepared())
         self.step = 0
-        if self.device.type != "cpu" and devices.counts_memory(self.device.type):  # else torch has nothing to give back
+        if self.device.type != "cpu" and devices.counts_memory(self.device.type):  # otherwise torch caches no memory
             torch.accelerator.empty_cache()
         return [None] * len(objects)
 
@@ -472,7 +472,7 @@ class Accelerator(Loaders, Reporting):
     def end_training(self) -> None:
         """Finish trackers, wait for all ranks and any checkpoint being written, and leave the process group."""
         try:
-            for tracker in self.trackers:  # on the main process alone: what fails there is no other's business
+            for tracker in self.trackers:  # only on the main process, so others must not depend on it
                 tracker.finish()
             self.trackers = []
         finally:
@@ -565,7 +565,7 @@ def _check_rng_types(rng_types: list[Any] | None) -> set[str]:
 def _is_scheduler(value: Any) -> bool:
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler):
         return True
-    # Others' schedulers have their optimizer, too; averages of weights and the like are no business of ours.
+    # Schedulers of other libraries also have an `optimizer`. Weight averages and other objects are not prepared.
     return (
         not isinstance(value, torch.optim.Optimizer | nn.Module | DataLoader)
         and isinstance(getattr(value, "optimizer", None), torch.optim.Optimizer)

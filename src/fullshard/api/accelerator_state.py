@@ -20,7 +20,7 @@ from fullshard.api.refused import ONE_ENGINE
 from fullshard.api.state import ProcessState, launched_device
 
 _TOLD: list[PartialState] = []
-"""The state that was made last."""
+"""The most recent state, in a list of at most one item."""
 
 
 class PartialState(Processes):
@@ -68,7 +68,7 @@ class PartialState(Processes):
         """Write the state to the dict that all instances of Accelerate's class share, and return it."""
         _TOLD[:] = [self]
         names = ("backend", "device", "debug", "num_processes", "process_index", "local_process_index", "fork_launched")
-        # Without a process group its collectives must do nothing.
+        # Without a process group, Accelerate's collectives must do nothing.
         kind = DistributedType.FSDP if dist.is_initialized() else DistributedType.NO
         state = {name: getattr(self, name) for name in names}
         state |= {"_cpu": self.device.type == "cpu", "distributed_type": kind}
@@ -88,10 +88,10 @@ class AcceleratorState(PartialState):
     _known_attrs = theirs.AcceleratorState._known_attrs
     is_fsdp2 = True  # a model is sharded in place, and an optimizer is re-pointed to it
 
-    if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            # Reached only for names that do not exist.
+            # Called only for names that do not exist.
             reason = f" ({ONE_ENGINE})" if "deepspeed" in name else ""
             raise AttributeError(f"the state of fullshard's Accelerator has no {name!r}{reason}")
 
@@ -109,14 +109,14 @@ class AcceleratorState(PartialState):
         self.fsdp_plugin = fsdp_plugin
         self.parallelism_config = parallelism_config
         self.dynamo_plugin = TorchDynamoPlugin(backend="no")
-        # Torch takes backends that Accelerate does not list.
+        # Torch accepts backends that Accelerate does not list.
         self.dynamo_plugin.backend = DynamoBackend.__members__.get(dynamo_backend.upper(), dynamo_backend)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
     def __reduce__(self) -> Any:
-        # The state is the process's: a copy is that of the process it comes to.
+        # There is one state per process, so unpickling returns the state of the receiving process.
         return _arrived, (dict(vars(self)),)
 
     @staticmethod
@@ -144,6 +144,6 @@ def _arrived(fields: dict[str, Any]) -> AcceleratorState:
     """Return the state for an Accelerator that is being unpickled in this process."""
     if _TOLD and isinstance(_TOLD[0], AcceleratorState):
         return _TOLD[0]
-    state = AcceleratorState.__new__(AcceleratorState)  # of a process that joins no job, such as a loader's worker
+    state = AcceleratorState.__new__(AcceleratorState)  # the process is in no job, such as a loader's worker
     vars(state).update(fields)
     return state

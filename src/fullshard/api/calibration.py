@@ -89,7 +89,7 @@ def _link(mesh: Mesh) -> float:
     """
     if mesh.shard_size == 1:
         return _memory_bandwidth(mesh.device)
-    nbytes = 2**24 if mesh.device.type == "cpu" else 2**30  # about a unit: the larger of a CPU's models have some MiB
+    nbytes = 2**24 if mesh.device.type == "cpu" else 2**30  # about one unit; even large units on a CPU have a few MiB
     numel = nbytes // 4 // mesh.shard_size * mesh.shard_size
     buffer = mesh.gather.full_buffer(numel, torch.float32, mesh.device, holds_main=True)
     main = torch.zeros(numel // mesh.shard_size, device=mesh.device) if buffer.main is None else buffer.main
@@ -144,7 +144,7 @@ def measure() -> Device:
         link,
         mesh.world_size,
         "measured by fullshard plan --calibrate",
-        # On a CPU everything but products is counted apart, by its bytes.
+        # On a CPU, everything except matrix products is counted separately, by bytes.
         efficiency=1.0 if is_cpu else 0.8,
         link_efficiency=1.0,
         framework=0 if is_cpu else 3 * 2**29,

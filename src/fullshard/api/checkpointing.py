@@ -133,8 +133,8 @@ class Checkpointing(Facts):
                 hint="use save_state(wait=True), or remove async_save",
             )
         if awaited:
-            self._saver.wait()  # for an earlier save that was not
-        # Rank 0 looks, because others may see the file system a moment earlier or later.
+            self._saver.wait()  # for an earlier background save
+        # Only rank 0 checks, because the file system may look different on other ranks for a moment.
         path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
         if self._save_hooks and isinstance(path, ObjectPath):
             raise ConfigError(
@@ -231,7 +231,7 @@ class Checkpointing(Facts):
     def _memory_copies(self) -> MemoryCopies | None:
         most = self._config.checkpoint.max_lost_steps
         if most is not None and self._copies is None:
-            from fullshard.checkpoint.copies import MemoryCopies  # the launcher asks whether any script imported it
+            from fullshard.checkpoint.copies import MemoryCopies  # the launcher checks whether a script imported it
 
             self._copies = MemoryCopies(most)
         return self._copies

@@ -100,7 +100,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor = _own(tensor)
-    # As bytes, because backends differ in the dtypes they gather.
+    # Gather bytes, because backends support different dtypes.
     rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).detach().contiguous()
     raw = rows.reshape(-1).view(torch.uint8)
     gathered = raw.new_empty(world_size() * raw.numel())
@@ -113,7 +113,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
     tensor = _own(tensor)
     if reduction == "none" or world_size() == 1:
         return tensor * scale if scale != 1.0 and reduction != "none" else tensor.clone()
-    # Half precision is summed in float32: some backends cannot, and none should.
+    # Sum half precision in float32: some backends do not support it, and it would lose precision.
     is_half = tensor.is_floating_point() and tensor.element_size() < 4
     total = tensor.detach().float() if is_half else tensor.detach().clone()
     with waiting_for_all("reducing tensors"):

@@ -21,8 +21,7 @@ from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 _SEQUENCES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _CLASSES = ("AutoModelForCausalLM", *_SEQUENCES, "AutoModelForImageTextToText", "AutoModelForMaskedLM", "AutoModel")
-"""The classes of a family, of which the first it has is planned if its file names no architecture, with its encoder if
-it has one."""
+"""The classes to look for in a family. If the file names no architecture, the first class that exists is planned."""
 
 
 def count(values: Mapping[str, Any]) -> ModelShape:

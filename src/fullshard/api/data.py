@@ -93,10 +93,10 @@ class ShardedDataLoader(DataLoader[Any]):
         share.deal.even = even_batches or share.is_always_even
         inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
         self.base_dataloader: DataLoader[Any] = DataLoader(**share.arguments(loader), **inherited)
-        # Scripts read their own settings from it; the other loader does the reading.
+        # Scripts read their settings from this loader, but `base_dataloader` reads the data.
         vars(self).update(vars(self.base_dataloader) | share.shown(loader))
         self.share = share
-        self._place = _LoopPlace()  # copies made by `skipping` share it
+        self._place = _LoopPlace()  # shared with copies made by `skipping`
         self._target = device
         self._non_blocking = non_blocking
         self.gradient_state = GradientState()
@@ -114,7 +114,7 @@ class ShardedDataLoader(DataLoader[Any]):
     end_of_dataloader: bool = forwarded("_place.innermost.is_last")
     """True in the last step."""
     order_number: int = forwarded("_place.innermost.order_number")
-    """The number of this iteration's order: a rank with another one reads other samples than it should."""
+    """The number of this iteration's order. A rank with another number reads the wrong samples."""
     _real: Real | None = forwarded("_place.innermost.real")
 
     @property
@@ -188,7 +188,7 @@ class ShardedDataLoader(DataLoader[Any]):
     def _length(self) -> int | None:
         try:
             return self.share.length()
-        except (TypeError, NotImplementedError):  # a sampler without a length, which rank 0 alone reads
+        except (TypeError, NotImplementedError):  # a sampler without a length, which only rank 0 reads
             return None
 
     def _note_order(self) -> None:

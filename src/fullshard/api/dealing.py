@@ -88,7 +88,7 @@ class Deal:
         """Yield the items of each round for all ranks, with the number of items that are not repetitions."""
         rest = iter(items)
         first = list(itertools.islice(rest, self.round_size))
-        rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips without a step of Python for each
+        rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips faster than a Python loop
         current: list[T] = []
         for item in rest:
             current.append(item)
@@ -97,6 +97,6 @@ class Deal:
                 current = []
         if current and not self.drop_last:
             real = len(current)
-            if self.world_size > 1 and self.even:  # one rank alone has no other to keep in step with
+            if self.world_size > 1 and self.even:  # a single rank needs no equal number of batches
                 current += itertools.islice(itertools.cycle(first), self.round_size - real)
             yield current, real

@@ -15,10 +15,10 @@ from fullshard.api.dealing import Real
 from fullshard.core.errors import DataError
 
 Given = tuple[Any, Real | None]
-"""A batch, and the real part of its round if that is known."""
+"""A batch, and the real part of its round if it is known."""
 
 _Parcel = tuple[list[Given], bool, str]
-"""A message of rank 0 for one step: a batch or none, whether it is the last, and why rank 0 could not read."""
+"""Rank 0's message for one step: at most one batch, whether it is the last, and rank 0's error if it failed."""
 
 
 def dispatched(

@@ -38,7 +38,7 @@ class Facts(Gathering):
     flag_tensor = None
 
     distributed_type: DistributedType = forwarded("state.distributed_type")
-    """Always FSDP, on one rank too."""
+    """Always FSDP, even on one rank."""
     use_distributed: bool = forwarded("state.use_distributed")
     """True if there are several ranks."""
     mixed_precision: str = forwarded("state.mixed_precision")
@@ -50,7 +50,7 @@ class Facts(Gathering):
         return self.mixed_precision in ("bf16", "fp16")
 
     parallelism_config: Any = forwarded("state.parallelism_config")
-    """The configuration that the script gave."""
+    """The configuration that the script passed."""
 
     @functools.cached_property
     def torch_device_mesh(self) -> DeviceMesh | None:
@@ -94,22 +94,22 @@ class Facts(Gathering):
     """The settings of autocast."""
 
     scaler_handler: Any = forwarded("handlers", methodcaller("get", "GradScalerKwargs"))
-    """Arguments of the loss scaler that the script gave; None: none."""
+    """The script's arguments for the loss scaler, or None."""
     init_handler: Any = forwarded("handlers", methodcaller("get", "InitProcessGroupKwargs"))
-    """Arguments of the process group that the script gave; None: none."""
+    """The script's arguments for the process group, or None."""
     ddp_handler: Any = forwarded("handlers", methodcaller("get", "DistributedDataParallelKwargs"))
-    """Arguments for DDP that the script gave; they have no effect. None: none."""
+    """The script's arguments for DDP, or None. They have no effect."""
     profile_handler: Any = forwarded("handlers", methodcaller("get", "ProfileKwargs"))
-    """The script's settings of `profile()`; None if it gave none."""
+    """The script's settings for `profile()`, or None."""
 
     split_batches: bool = forwarded("dataloader_config.split_batches", bool)
-    """True if a loader's batch size is that of all ranks together."""
+    """True if a loader's batch size counts the samples of all ranks together."""
     dispatch_batches: bool = forwarded("dataloader_config.dispatch_batches", bool)
     """True if rank 0 reads for all ranks."""
     even_batches: bool = forwarded("dataloader_config.even_batches", bool, may_set=True)
-    """True if an incomplete last step of an epoch is filled up, in loaders that are prepared from now on."""
+    """True if loaders prepared from now on fill up an incomplete last step of an epoch."""
     use_seedable_sampler: bool = forwarded("dataloader_config.use_seedable_sampler", bool)
-    """True if the script asked for seeded samplers; they always are."""
+    """True if the script asked for seeded samplers. Samplers are always seeded."""
     non_blocking: bool = forwarded("dataloader_config.non_blocking", bool)
     """True if batches are copied to the device without waiting."""
 
@@ -121,7 +121,7 @@ class Facts(Gathering):
     project_dir: str | None = forwarded("project_configuration.project_dir")
     """Base directory for `save_state`."""
     logging_dir: str | None = forwarded("project_configuration.logging_dir")
-    """Directory for what the script logs."""
+    """Directory for the script's logs."""
     save_iteration: int = forwarded("project_configuration.iteration", int)
     """Number of the next checkpoint."""
 

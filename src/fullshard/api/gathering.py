@@ -49,7 +49,7 @@ class Gathering(Processes):
             TypeError: on several ranks, a value is neither tensors nor a list of objects.
             DataError: ranks read the loader in different orders.
         """
-        if self.num_processes == 1:  # whatever it is, it is all there, and nothing is repeated
+        if self.num_processes == 1:  # the input is complete and nothing is repeated
             return input_data if use_gather_object else collectives.gather(input_data)
         loader = self.gradient_state.active_dataloader
         order = loader.order_number if isinstance(loader, ShardedDataLoader) else None

@@ -131,8 +131,8 @@ class Loaders(Checkpointing):
         """Report once that a setting for samplers without seeds has no effect, if the script chose it."""
         if not self.dataloader_config.use_seedable_sampler and hasattr(sampler_of(loader), "generator"):
             self._say_once(
-                "use_seedable_sampler=False has no effect: the order of samples follows from seed and epoch, "
-                "whatever was drawn before"
+                "use_seedable_sampler=False has no effect: the order of samples depends only on the seed and the "
+                "epoch, not on earlier random numbers"
             )
 
     def _note_uneven(self) -> None:

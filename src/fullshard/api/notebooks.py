@@ -34,7 +34,7 @@ def notebook_launcher(
     if num_processes is not None and num_processes > 1:
         _check_can_fork("notebook_launcher")
         function = _forked(function)
-        if options.get("num_nodes", 1) == 1:  # Accelerate's is the same for all notebooks
+        if options.get("num_nodes", 1) == 1:  # Accelerate's default port is the same for all notebooks
             with socket.create_server(("127.0.0.1", 0)) as free:
                 options.setdefault("use_port", str(free.getsockname()[1]))
     accelerate.notebook_launcher(function, tuple(args), num_processes, **options)
@@ -70,10 +70,10 @@ def _check_can_fork(name: str) -> None:
 
 def _forked(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def run(*args: Any) -> Any:  # torchelastic asks it for a name, which a partial has not
-        # Threads that torch has started in the notebook are not in this process, and a wait for them would hang.
+    def run(*args: Any) -> Any:  # torchelastic needs a `__name__`, which a partial lacks
+        # The notebook's torch threads do not exist in this process, so waiting for them would hang.
         torch.set_num_threads(1)
-        if dist.is_initialized():  # `debug_launcher` makes the group itself, and says nothing else of ranks
+        if dist.is_initialized():  # `debug_launcher` creates the group but sets no rank variables
             rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         return function(*args)

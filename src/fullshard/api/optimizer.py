@@ -75,7 +75,7 @@ class AcceleratedOptimizer(Optimizer):
         models: Iterable[nn.Module] = (),
         ranks: int = 1,
     ) -> None:
-        # The base class is for isinstance checks (schedulers make them); its own constructor is not for wrappers.
+        # The base class is only for isinstance checks, for example in schedulers, so its constructor is not called.
         self.optimizer = optimizer
         self.gradient_state = GradientState()
         self.gradient_state.has_optimizer = True
@@ -90,7 +90,7 @@ class AcceleratedOptimizer(Optimizer):
     param_groups: list[dict[str, Any]] = forwarded("optimizer.param_groups", may_set=True)
     """Parameter groups."""
     defaults: dict[str, Any] = forwarded("optimizer.defaults", may_set=True)
-    """Default hyper-parameters."""
+    """Default hyperparameters."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters if the current micro-batch ends a step."""
@@ -100,7 +100,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self._is_checked:
             self._check_parameters(closure)
         self.gradient_state.updates += 1
-        self.gradient_state.has_optimizer = True  # an Accelerator that was made in between knew of none
+        self.gradient_state.has_optimizer = True  # a newer Accelerator may have reset it
         if self.clipping is not None:
             self._clip(self.clipping, closure)
         if self.scaler is None:
@@ -111,7 +111,7 @@ class AcceleratedOptimizer(Optimizer):
         result = self.scaler.step(self.optimizer, *(() if closure is None else (closure,)))
         self.scaler.update()
         self.is_unscaled = False
-        # The scale shrinks exactly when a rank found an overflow, which the engine makes known to all of them.
+        # The scale shrinks exactly when a rank found an overflow, which the engine reports to all ranks.
         self.step_was_skipped = self.scaler.get_scale() < scale
         return result
 
@@ -159,14 +159,14 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The base class would keep forwarded attributes alone. A scheduler's wrapper around `step` is this one's.
+        # The base class would pickle only forwarded attributes. Leave out `step`, which a scheduler may have wrapped.
         return {name: value for name, value in vars(self).items() if name != "step"} | {"_models": (), "_ranks": 1}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
     def __getattr__(self, name: str) -> Any:
-        # Only names that neither this object nor its class has: hyper-parameter helpers such as `.train()`.
+        # Called only for names that this class lacks: helpers of the wrapped optimizer such as `.train()`.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)

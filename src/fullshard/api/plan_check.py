@@ -36,7 +36,7 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import traffic_of
 
 AT_STEP = 3
-"""The optimizer step that is compared, from 1. The first has another schedule, and no optimizer state yet."""
+"""The optimizer step to compare, counted from 1. Step 1 has another schedule and no optimizer state."""
 
 _SENT = {
     "to_device_nbytes": "copied to the device",
@@ -104,7 +104,7 @@ class PlanCheck:
         self._before = self._schedule.event_sink
         self.steps = self._most_gathered = 0
         self._events: list[Event] = []
-        self.found: list[Deviation] | None = None  # what differs or does not, once the step is over
+        self.found: list[Deviation] | None = None  # set at the end of the compared step
         self._schedule.event_sink = self._receive
 
     def report(self) -> list[Deviation]:
@@ -122,7 +122,7 @@ class PlanCheck:
             self._before(event)
         if self.found is not None:
             return
-        if event.what != "activations" and event.kind is not EventKind.PIECES_SENT:  # of these a plan has no list
+        if event.what != "activations" and event.kind is not EventKind.PIECES_SENT:  # a plan does not list these
             self._events.append(event)
         if self.steps == AT_STEP - 1:
             gathered = sum(bucket.buffer.nbytes for unit in self._units for bucket in unit.buckets)
@@ -130,7 +130,7 @@ class PlanCheck:
         if event.kind is EventKind.OPTIMIZER_STEP:
             self.steps += 1
             if self.steps == AT_STEP:
-                self.found = self._compare()  # before the update: gradients are still there
+                self.found = self._compare()  # before the update, while the gradients exist
                 if self._schedule.event_sink == self._receive:
                     self._schedule.event_sink = self._before
                 self._when_done(self.found)
@@ -141,7 +141,7 @@ class PlanCheck:
         options = dataclasses.replace(self._job.schedule, shard_rank=self._units[-1].mesh.shard_rank)
         predicted = predict_step(layout, options)
         end = 1 + next(i for i, event in enumerate(predicted) if event.kind is EventKind.OPTIMIZER_STEP)
-        predicted = predicted[end:] + predicted[:end]  # state that leaves after a step comes first in the next
+        predicted = predicted[end:] + predicted[:end]  # offloading after a step counts at the start of the next
         planned, found = traffic_of(predicted, layout), traffic_of(self._events, layout)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         named = {unit.name: unit for unit in layout.units}

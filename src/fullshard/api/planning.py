@@ -30,7 +30,7 @@ from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 from fullshard.wrap.partition import Slot, UnitPlan, partition
 
 _SAME_MEMORY = 0.15
-"""The fraction of a device's memory that its driver may keep to itself."""
+"""The fraction of a device's memory that its driver may reserve."""
 
 _OF_PEFT = "base_model.model."
 """The path of a model inside PEFT's wrapper, with a dot."""
@@ -63,10 +63,10 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
         )
         for plan in plans
     )
-    # An inner unit comes before the one around it in `plans`, and its forward begins after.
+    # In `plans` an inner unit precedes its outer unit, although its forward begins later.
     calls = sorted(plans[:-1], key=lambda plan: order[id(plan.modules[0])])
     shape = dataclasses.replace(
-        family or ModelShape("", ()),  # which knows vocabulary, width and head
+        family or ModelShape("", ()),  # has the vocabulary, width and head
         name=type(model).__name__,
         units=units,
         calls=tuple(names[id(plan.modules[0])] for plan in calls),
@@ -125,14 +125,14 @@ def plan_run(
     """
     hosts = max(1, environment.world_size // max(1, environment.local_world_size))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sharding will say the same
+        warnings.simplefilter("ignore")  # sharding reports the same warnings
         try:
             devices = f"{environment.world_size}x{planned_device(device)}"
             settings = Job.from_run(config, **job).model_dump(exclude={"method", "base_dtype"})
             settings = {name: value for name, value in settings.items() if not name.startswith("lora_")}
             return plan_model(model, devices, hosts=hosts, policy=configured_policy(config.sharding), **settings)
-        except (ConfigError, WrapError) as error:  # no reason to stop; what sharding minds it says itself
-            say(f"plan: none for this run: {str(error).splitlines()[0]}")
+        except (ConfigError, WrapError) as error:  # not fatal: sharding raises its own errors
+            say(f"plan: this run cannot be planned: {str(error).splitlines()[0]}")
             return None
 
 

@@ -53,7 +53,7 @@ PLUGIN = Dialect(
     prefix="fsdp_",
     finish=finish_fsdp,
 )
-"""The plugin's fields are the keys of `fsdp_config`; those that hold objects are read below."""
+"""The plugin's fields, which are the keys of `fsdp_config`. Fields that hold objects are read below."""
 
 _NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
@@ -127,9 +127,9 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
     activation_checkpointing_mode: str | None = None
 
-    # The values that fields left open read as, and so set nothing: `dataclasses.replace` hands them to the copy.
+    # The values that unset fields read as. They set nothing. `dataclasses.replace` passes them to the copy.
     filled: InitVar[dict[str, Any] | None] = None
-    base: ClassVar[Reading | None] = None  # instead of the launcher's words
+    base: ClassVar[Reading | None] = None  # replaces the launcher's settings
 
     def __post_init__(self, filled: dict[str, Any] | None) -> None:
         values = dict(filled or {})
@@ -138,7 +138,7 @@ class FullyShardedDataParallelPlugin:
             self.ignored_modules = _modules(self.ignored_modules)
         if self.cpu_ram_efficient_loading and self.sync_module_states is None:
             self.sync_module_states = True
-        # A mode of checkpointing would mean nothing by itself, and the launcher may say the rest.
+        # A checkpointing mode has no effect on its own, but the launcher may enable checkpointing.
         is_alone = self.activation_checkpointing_mode and self.activation_checkpointing is None
         resolved = resolve([self.reading(), *([launched()] if is_alone else ())])
         say_once(resolved.notes)
@@ -147,7 +147,7 @@ class FullyShardedDataParallelPlugin:
             tell_transformers()
         effective = self._in_effect(resolved.config)
         vars(self).update({name: effective[name] for name in _NAMES if getattr(self, name) is not None})
-        with contextlib.suppress(ConfigError):  # an Accelerator will say so, unless it is told what is missing
+        with contextlib.suppress(ConfigError):  # an Accelerator raises this if its arguments do not fix it
             self.show(self.config())
 
     def said(self, name: str) -> Any:
@@ -173,7 +173,7 @@ class FullyShardedDataParallelPlugin:
         origin = Origin.argument(type(self).__name__)
         settings: list[Setting] = []
         if self._has_policy_object():
-            # Class names beside it are no contradiction: a script may have set the policy after the names.
+            # Class names do not conflict with it, because a script may have set the policy after the names.
             fields = {name: value for name, value in fields.items() if name not in _UNITS}
             units = {"wrap": "auto", "wrap_classes": (), "wrap_min_numel": None}
             settings = [Setting(f"sharding.{n}", value, origin, "auto_wrap_policy") for n, value in units.items()]
@@ -224,7 +224,7 @@ class FullyShardedDataParallelPlugin:
         }
         if any(self.said(name) is not None for name in _UNITS):
             for name in _UNITS:
-                del effective[name]  # they say one thing together
+                del effective[name]  # these three select the units together
         return effective
 
     def sharding_config(self) -> ShardingConfig:
@@ -381,7 +381,7 @@ def _precision_settings(policy: Any) -> dict[str, Any]:
     """Return keyword arguments for `PrecisionConfig` from a mode, a dict, or any policy with dtype attributes."""
     if policy is None:
         return {}
-    if isinstance(policy, torch.dtype):  # Accelerate's `set_mixed_precision` takes a mode's
+    if isinstance(policy, torch.dtype):  # Accelerate's `set_mixed_precision` accepts the dtype of a mode
         policy = next((mode for mode, name in COMPUTE.items() if f"torch.{name}" == str(policy)), str(policy))
     if isinstance(policy, str):
         if policy.strip().lower() == "fp8":
@@ -441,7 +441,7 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
         case "CustomPolicy":
             return ByPredicate(torch_private.wrap_function(function))
     if callable(policy) and not isinstance(policy, type) and "recurse" in inspect.signature(policy).parameters:
-        # The general form asks `policy(module, recurse, nonwrapped_numel)` about each module.
+        # The general form calls `policy(module, recurse, nonwrapped_numel)` for each module.
         return ByPredicate(lambda module: bool(policy(module=module, recurse=False, nonwrapped_numel=numel(module))))
     return None
 

@@ -90,7 +90,7 @@ class Processes:
 
     def _part(self, inputs: Any, apply_padding: bool) -> Any:
         if isinstance(inputs, str | bytes):
-            return inputs  # a prompt for all, and no list of letters
+            return inputs  # a prompt for all ranks, not a list of characters
         size, extra = divmod(len(inputs), self._data_parallel_size)
         rank = self.process_index // self._tensor_parallel_size
         start = rank * size + min(rank, extra)

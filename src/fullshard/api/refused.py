@@ -16,7 +16,7 @@ ARGUMENTS = {
     "megatron_lm_plugin": _MODEL_PARALLEL,
     "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
 }
-"""Arguments of the Accelerator, in its order."""
+"""Arguments of the Accelerator, in the order of its signature."""
 
 METHODS = {
     **dict.fromkeys(("pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
@@ -42,7 +42,7 @@ ACCELERATES_OWN = (
     "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states",
 )  # fmt: skip
-"""Names that serve as they are: options, what has nothing to do with training, what asks Accelerate's state."""
+"""Names that work unchanged: options, tools unrelated to training, and functions that read Accelerate's state."""
 
 
 def from_accelerate(name: str) -> Any:

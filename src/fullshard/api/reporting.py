@@ -71,10 +71,10 @@ class Reporting(Checkpointing):
         own = directory / f"profile_{self.process_index}.json"
 
         def write() -> None:
-            own.unlink(missing_ok=True)  # of an earlier profile
+            own.unlink(missing_ok=True)  # from an earlier profile
             try:
                 profiler.export_chrome_trace(str(own))
-            except AssertionError:  # torch's way to say so; it must not cost the training done meanwhile
+            except AssertionError:  # torch raises it if nothing was recorded; training must continue
                 steps = f"the schedule had not come to its active steps after {profiler.step_num} calls of step()"
                 warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=6)
 
@@ -90,7 +90,7 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
         found: list[Any] = tracking.filter_trackers(given, logging_dir)
     except ValueError as error:
         raise ConfigError(f"log_with: {error}") from error
-    # Theirs silently leaves out trackers that are not installed.
+    # Accelerate silently skips trackers that are not installed.
     missing = {str(tracker) for tracker in given} - {"all", *map(str, found)}
     require_trackers(sorted(missing), "log_with")
     if missing:

@@ -44,4 +44,4 @@ def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], No
     )
     if usage.free < nbytes:
         raise CheckpointError(found, hint="remove unneeded files, save elsewhere, or train without checkpoints")
-    say(f"{found}: {usage.free // nbytes} of the {count} fit that will be there at once; keep fewer, or make room")
+    say(f"{found}: {usage.free // nbytes} of the {count} checkpoints to keep fit; keep fewer, or free some space")

@@ -101,7 +101,7 @@ class TrainingState:
             covered |= set(map(id, owners))
             pairs.append((owners[0] if len(owners) == 1 else Together(owners), optimizer))
         pairs += [(model, None) for model in self.models if id(model) not in covered]
-        pairs = pairs or [(nn.Module(), None)]  # loaders and objects alone: a checkpoint without a weight
+        pairs = pairs or [(nn.Module(), None)]  # only loaders and objects: a checkpoint without weights
         objects: list[list[Any]] = [[] for _ in pairs]
         if len(self.schedulers) != 1:
             objects[0] += self.schedulers
@@ -228,7 +228,7 @@ def save(
         return
     pending.complete(pending.destination.ranks)
     if whole_weights:
-        # Into the complete checkpoint: a resumed run must not wait for files that only other programs read.
+        # Add to the complete checkpoint, because resumed runs must not wait for files that only other programs read.
         for number, model in enumerate(models):
             directory = on_this_host(path)
             part = directory if len(parts) == 1 else directory / part_name(number)
@@ -273,7 +273,7 @@ def load(path: Location, state: TrainingState) -> int:
             f"{path} holds {max(saved, 1)} models with optimizers, but {len(parts)} are prepared",
             hint="prepare the same models and optimizers in the same order as when it was saved",
         )
-    for number in range(saved):  # all of them, before the first changes anything
+    for number in range(saved):  # check all of them before loading changes anything
         prove_checkpoint(path / part_name(number))
     places = [path / part_name(number) for number in range(saved)] or [path]
     extra, *_ = [load_checkpoint(place, **part) for place, part in zip(places, parts, strict=True)]
@@ -331,7 +331,7 @@ def save_model(
         for path in directory.iterdir():
             if any(pattern.fullmatch(path.name) for pattern in replaced) and path.name not in new:
                 path.unlink()
-        # The index goes last: until then a reader finds weights it refuses, never a mixture it accepts.
+        # Replace the index last: until then, a reader refuses the weights and never accepts a mixture.
         for name in sorted(new, key=lambda name: (name.endswith(".index.json"), name)):
             (staged / name).replace(directory / name)
         staged.rmdir()
@@ -341,7 +341,7 @@ def save_model(
 
 def _write_pickles(weights: dict[str, Any], directory: Path, max_shard_size: int) -> None:
     hub = import_extra("huggingface_hub", extra="hf", purpose="cutting a state dict into files")
-    shutil.rmtree(directory, ignore_errors=True)  # of a save that was killed
+    shutil.rmtree(directory, ignore_errors=True)  # left by a save that was killed
     directory.mkdir(parents=True)
     try:
         hub.save_torch_state_dict(weights, directory, max_shard_size=max_shard_size, safe_serialization=False)
@@ -364,7 +364,7 @@ def _foreign_entries(path: Location) -> list[str]:
     """Return the names in a directory that fullshard's checkpoints did not put there."""
     if not path.is_dir():
         return []
-    if isinstance(path, ObjectPath):  # which may hold the remains of a killed save
+    if isinstance(path, ObjectPath):  # may hold files of a killed save
         return [name for name in path.beneath() if name != MANIFEST_NAME and not is_of_a_save(name)]
     names = {entry.name for entry in path.iterdir() if not is_for_others(entry.name)} - _names_of_hooks(path)
     if (path / MANIFEST_NAME).is_file():

@@ -54,7 +54,7 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
         elif self.gradient_state.sync_gradients and not any(one.step_was_skipped for one in self.optimizers):
             for _ in range(self.steps):
-                # A schedule of a fixed length refuses to go on, and an epoch's last step may have had fewer batches.
+                # A schedule of fixed length raises at its end, which an incomplete last step of an epoch may pass.
                 if torch_private.steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):
                     self.scheduler.step(*args, **kwargs)
 
@@ -72,7 +72,7 @@ class AcceleratedScheduler:
         self._is_checked = True
 
     def __getattr__(self, name: str) -> Any:
-        # All else is the wrapped one's: `get_last_lr`, `state_dict`, `load_state_dict`.
+        # Forward everything else, such as `get_last_lr`, `state_dict` and `load_state_dict`.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)

@@ -81,7 +81,7 @@ def shard(
     else:
         ignored = modules_matching(model, config.ignored_modules) if config.ignored_modules is not None else []
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
-        say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
+        say(f"ignored_modules: no ignored module is in {type(model).__name__}, so the entire model is sharded")
     _quantise(model, config.quantize, say)
     policy = configured_policy(config) if plugin is None else plugin.wrap_policy()
     units = _units(model, policy, ignored, process)
@@ -148,14 +148,14 @@ def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None
         )
     if carries_adapters(model) and not is_saved_as_adapters(model):
         say(
-            "save_model will refuse it: it carries adapters inside, whose names no plain model has\n"
+            "save_model will refuse this model: it contains adapters, which a plain model does not have\n"
             f"hint: {HOW_TO_SAVE_INNER}"
         )
     if config.offload.has_shards and not sharding.offload:
         held = format_nbytes(sharding.rank_nbytes)
-        say(f"CPU offload saves nothing here: the {held} of this rank are in host memory already")
+        say(f"CPU offload saves no memory here: the {held} of this rank are already in host memory")
     if config.offload.activations and not sharding.offload:
-        say("offload of activations saves nothing here: what a CPU computes with is in host memory already")
+        say("activation offload saves no memory here: on a CPU, the activations are already in host memory")
 
 
 def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:

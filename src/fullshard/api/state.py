@@ -35,7 +35,7 @@ class GradientState(Theirs):  # type: ignore[misc]
 
     plugin_kwargs: dict[str, Any]
     step, updates, has_optimizer = 0, 0, False  # of the class, where Accelerate has made the fields
-    is_xla_gradients_synced = True  # every backward leaves reduced gradients
+    is_xla_gradients_synced = True  # gradients are reduced after every backward
 
     @property
     def num_steps(self) -> int:

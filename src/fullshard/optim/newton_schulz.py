@@ -15,7 +15,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The coefficients of the quintic polynomial, chosen for the steepest slope at zero."""
 EPS = 1e-7
 DTYPE = torch.bfloat16
-"""The dtype of the iteration for every input, so no more precision needs to be sent."""
+"""The dtype of the iteration for every input. More precision need not be sent."""
 
 
 def orthogonalized(

@@ -20,7 +20,7 @@ from torch import nn
 from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, local_gradient, local_of
 
 _REST = "rest"
-"""All that an optimizer keeps for a matrix but tensors: numbers, and where in lists and dicts the tensors are."""
+"""The optimizer state of a matrix except its tensors: numbers, and the tensors' positions in lists and dicts."""
 
 
 class OnOwners(MatricesWithAdamW):

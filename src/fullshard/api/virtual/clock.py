@@ -15,7 +15,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 DEVICE = "device"
-"""The resource of kernels. All others are of communication."""
+"""The resource that kernels use. All other resources are for communication."""
 
 
 @dataclass(slots=True, eq=False)

@@ -21,13 +21,13 @@ aten = torch.ops.aten
 _NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach,
               aten.lift_fresh, torch_private.view_of_a_product, torch_private.read_item, aten.record_stream, aten.set_,
               aten.resize_}  # fmt: skip
-"""Allocate, or look at a tensor, and launch nothing."""
+"""Operations that allocate or inspect a tensor without launching a kernel."""
 
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
-"""Read as much as they write, whatever the size of what they look it up in."""
+"""Operations that read as many bytes as they write, however large the table is."""
 
 _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, torch_private.zero_all}
-"""Their first argument is not read."""
+"""Operations that write their first argument without reading it."""
 
 
 @functools.cache

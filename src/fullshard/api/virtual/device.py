@@ -26,7 +26,7 @@ from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
 
 _GRAIN = 512
-"""CUDA's allocator counts in so many bytes."""
+"""The size in bytes to which CUDA's allocator rounds up."""
 
 
 class VirtualEvent:

@@ -29,7 +29,7 @@ from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 
 STEPS = 2
-"""The first makes the optimizer's state and learns the order of units; the second is like all that follow."""
+"""The first step creates the optimizer's state and records the order of units. All later steps are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class Simulation:
                 found.append(f"event {index}: the engine has {got}, the planner {expected}")
                 break
         if len(events) != len(predicted):
-            found.append(f"the engine has {len(events)} events, the planner {len(predicted)}")
+            found.append(f"the engine has {len(events)} events, but the planner has {len(predicted)}")
         sent = (self.traffic.gather_nbytes, self.traffic.reduce_nbytes, self.traffic.replicate_nbytes)
         if sent != self.counted:
             found.append(f"(gather, reduce, replicate) bytes: the engine sends {self.counted}, the planner says {sent}")
@@ -255,7 +255,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
 
 
 _OWN_MASK = ("bloom", "opt")
-"""Families that count positions by a mask of two axes. Without one they look at no values."""
+"""Families that derive positions from a mask of two axes. Without a mask, they read no values."""
 
 
 def _loss(model: nn.Module, job: Job) -> torch.Tensor:
