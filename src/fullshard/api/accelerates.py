@@ -32,7 +32,7 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
 
 
 def _translated(plugin: Any, name: str) -> Any:
-    """Return a field of Accelerate's plugin. Name the wrap policy if it is the bare function that Accelerate wraps."""
+    """Return a field of Accelerate's plugin, or the name of a wrap policy that is a bare function of torch."""
     named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
     value = getattr(plugin, name, None)
     return named.get(getattr(value, "__name__", ""), value) if name == "auto_wrap_policy" else value
@@ -47,7 +47,7 @@ def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
-    """Return the settings of a `TorchDynamoPlugin`, keyed by the launcher's option names: empty without a backend."""
+    """Return a `TorchDynamoPlugin`'s settings, keyed by the launcher's option names, or {} if it has no backend."""
     if plugin is None:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):
@@ -70,7 +70,7 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
 
 
 def tensor_parallel_size(config: Any) -> int:
-    """Return the number of ranks in a tensor-parallel group: 1 if there is no `ParallelismConfig`."""
+    """Return the number of ranks in a tensor-parallel group, or 1 if there is no `ParallelismConfig`."""
     return getattr(config, "tp_size", None) or 1
 
 
