@@ -101,7 +101,7 @@ def test_explain_says_every_value_and_where_it_comes_from(tmp_path: Path, accele
 def test_explain_without_a_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "fullshard.yaml").write_text("launch:\n  num_processes: 7\n")
     done = run(tmp_path, "explain")
-    assert done.stdout.startswith("no file is named\n")
+    assert done.stdout.startswith("no configuration file was given\n")
     assert not any("7" in line for line in done.stdout.splitlines() if line.startswith("launch.num_processes "))
 
 

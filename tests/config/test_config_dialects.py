@@ -413,7 +413,7 @@ def test_what_published_deepspeed_files_have_besides(
     [
         (
             {"compile": {"deepcompile": True}},
-            "compile: it is not supported: use sharding.compile, which compiles every unit",
+            "compile: the feature is not supported: use sharding.compile, which compiles every unit",
         ),
         ({"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-4}}}, "would ignore lr"),
     ],

@@ -111,7 +111,7 @@ def explain(context: typer.Context) -> None:
         print(json.dumps({"settings": rows, "notes": notes}, indent=2))
         return
     if line.option("config_file") is None:
-        print("no file is named")
+        print("no configuration file was given")
     sources = [row["source"] + (f" ({row['written_as']})" if row["written_as"] else "") for row in rows]
     cells = [(row["path"], shown(row["value"]), source) for row, source in zip(rows, sources, strict=True)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

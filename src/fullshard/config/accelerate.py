@@ -51,7 +51,7 @@ def _distributed_type(value: Any) -> Settings | str:
     return {"sharding.strategy": "NO_SHARD"} if name in _PLAIN else {}
 
 
-INSTEAD_OF_FP8 = "use bf16; layers that torchao's convert_to_float8_training has changed before multiply in 8 bits"
+INSTEAD_OF_FP8 = "use bf16; to multiply in 8 bits, first convert layers with torchao's convert_to_float8_training"
 
 
 def _mixed_precision(value: Any) -> Settings:

@@ -119,7 +119,9 @@ def _switched_off(because: str) -> Any:
             flags = [entry.value for entry in value if entry.key.lower().endswith("enabled")]
             enabled = any(values.boolean(flag) for flag in flags) if flags else bool(value)
         if enabled not in (False, None, {}, []):
-            raise ConfigError(f"it is not supported: {because}", hint="leave it out, or set enabled: false in it")
+            raise ConfigError(
+                f"the feature is not supported: {because}", hint="leave it out, or set enabled: false in it"
+            )
         return {}
 
     return read

@@ -375,9 +375,17 @@ class RunConfig(Settings):
         training, precision = self.training, self.precision
         of_float16 = "precision.mode" if precision.mode == "fp16" else "precision.param_dtype"
         for other, is_set, why in (
-            ("training.gradient_clipping", training.gradient_clipping is not None, "the norm of all of them is known"),
-            ("training.nonfinite_gradients", training.nonfinite_gradients == "skip", "it is known whether to skip"),
-            (of_float16, precision.compute_dtype == "float16", "it is known whether one overflows in float16"),
+            (
+                "training.gradient_clipping",
+                training.gradient_clipping is not None,
+                "the norm of all gradients is known",
+            ),
+            (
+                "training.nonfinite_gradients",
+                training.nonfinite_gradients == "skip",
+                "it is decided whether to skip the step",
+            ),
+            (of_float16, precision.compute_dtype == "float16", "overflows in float16 are known"),
         ):
             if training.step_in_backward and is_set:
                 raise CombinationError(

@@ -17,13 +17,13 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, because `pathlib
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".md", ".py", ".bin", ".safetensors", ".arrow")
 _HINTS = {
-    "file": "write the path alone, without file://",
-    "http": "a model or data of the hub is named without its address: ORGANISATION/NAME",
-    "hf": "a model or data of the hub is named without its address: ORGANISATION/NAME",
+    "file": "write only the path, without file://",
+    "http": "name a model or dataset of the hub without its address: ORGANIZATION/NAME",
+    "hf": "name a model or dataset of the hub without its address: ORGANIZATION/NAME",
 }
 _LONGEST_NAME = 255
 _ELSEWHERE = (
-    "mount the storage and give the path of the mount; checkpoints alone may be at a URL (--checkpoint-dir, save_state)"
+    "mount the storage and use the path of the mount; only checkpoints may be at a URL (--checkpoint-dir, save_state)"
 )
 
 
@@ -69,7 +69,7 @@ def require_there(written: str) -> None:
     """Refuse a path that does not exist where a hub name is also allowed, so that the hub is not queried for it."""
     if looks_like_path(written) and not os.path.exists(written):  # noqa: PTH110 - a name of another system's is no Path
         is_of_windows = "\\" in written or _DRIVE.match(written)
-        hint = "this host's paths have no drive and no \\" if is_of_windows else "check the path"
+        hint = "paths on this host have no drive letter and no \\" if is_of_windows else "check the path"
         raise ConfigError(f"the file or directory {written!r} does not exist", hint=hint)
 
 

@@ -27,7 +27,7 @@ def require_torch() -> None:
         oldest = ".".join(map(str, OLDEST_TORCH))
         hint = f"pip install 'torch>={oldest}'"
         if why_no_xla() is None:
-            hint = "here PyTorch/XLA trains: use fullshard.integrations.xla, and start the script with python alone"
+            hint = "to train with PyTorch/XLA, use fullshard.integrations.xla and start the script with plain python"
         raise VersionError(f"fullshard needs torch {oldest} or later, got {version}", hint=hint)
 
 
@@ -36,7 +36,7 @@ def why_no_xla() -> str | None:
     xla, torch = version_of("torch_xla"), version_of("torch")
     if xla is None or torch is None:
         return f"{'torch_xla' if xla is None else 'torch'} is not installed"
-    return None if _release(xla) == _release(torch) else f"torch_xla {xla} does not go with torch {torch}"
+    return None if _release(xla) == _release(torch) else f"torch_xla {xla} does not match torch {torch}"
 
 
 def version_of(distribution: str) -> str | None:

@@ -45,17 +45,17 @@ __all__ = [
 ]
 
 _ABSENT = {
-    "mark_dynamic": "shapes may change freely; with torch.compile use torch._dynamo.mark_dynamic",
+    "mark_dynamic": "shapes may change freely; with torch.compile, use torch._dynamo.mark_dynamic",
     "accelerate_hf_trainer": "scripts with a Trainer run unchanged under `fullshard launch`",
     "patch": "nothing is patched",
     "patch_qwen_model": "nothing is patched",
     "decompose": "it belongs to XLA's compiler",
     "get_global_context": "there is no global state",
     "GlobalContext": "there is no global state",
-    "ops": "torch.nn.functional.scaled_dot_product_attention takes the fastest kernel there is; Transformers models "
-    "take attn_implementation",
-    "utils": "TorchAcc's Config has no field for activations on the host, so take fullshard.shard_model(..., "
-    "offload_policy=OffloadPolicy(activations=True)) for it, or config.memory.gc, which recomputes them",
+    "ops": "use torch.nn.functional.scaled_dot_product_attention, which chooses the fastest kernel, or "
+    "attn_implementation for Transformers models",
+    "utils": "TorchAcc's Config has no field to offload activations; use fullshard.shard_model(..., "
+    "offload_policy=OffloadPolicy(activations=True)), or config.memory.gc, which recomputes activations",
 }
 
 

@@ -130,8 +130,8 @@ class TrainerAccelerator(Accelerator):
 def _refuse(args: Any) -> None:
     refused = {
         "deepspeed": NO_DEEPSPEED,
-        "fp16_full_eval": "a sharded model cannot be cast; use fp16=True, which computes evaluation in it, too",
-        "bf16_full_eval": "a sharded model cannot be cast; use bf16=True, which computes evaluation in it, too",
+        "fp16_full_eval": "a sharded model cannot be cast; use fp16=True, which also applies to evaluation",
+        "bf16_full_eval": "a sharded model cannot be cast; use bf16=True, which also applies to evaluation",
     }
     for name, reason in refused.items():
         if getattr(args, name, None):

@@ -28,7 +28,7 @@ from fullshard.config.transformers import read_fsdp_words
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment
 
-NO_DEEPSPEED = "there is one engine here; write its settings as fsdp_config, or launch with the file"
+NO_DEEPSPEED = "write its settings as fsdp_config, or use `fullshard launch` with the file"
 
 _PREPARED: dict[str, Any] = {
     "min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False,

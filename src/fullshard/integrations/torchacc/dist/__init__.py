@@ -28,10 +28,10 @@ _ABSENT = {
     **dict.fromkeys(("FullyShardedDataParallel", "SpmdFullyShardedDataParallel"), _SHARDED),
     "PipelineParallel": "pipeline parallelism is not supported",
     "tp": "tensor parallelism is not supported",
-    "Mesh": "torch.distributed.device_mesh.DeviceMesh is what fullshard.fully_shard takes",
-    "init_nccl_context": "not needed: communicators are made when the model is sharded",
-    "BACKEND_NAME": "there is one engine, without a backend of its own",
-    "EAGER_BACKEND_NAME": "there is one engine, without a backend of its own",
+    "Mesh": "use torch.distributed.device_mesh.DeviceMesh with fullshard.fully_shard",
+    "init_nccl_context": "it is not needed, because communicators are created when the model is sharded",
+    "BACKEND_NAME": "the engine has no separate backend",
+    "EAGER_BACKEND_NAME": "the engine has no separate backend",
 }
 
 
