@@ -1,4 +1,4 @@
-"""The `fullshard sft` command, which fine-tunes a model in new processes or in those of a launcher."""
+"""The `fullshard sft` command, which fine-tunes a model in new processes or in processes that a launcher started."""
 
 from __future__ import annotations
 

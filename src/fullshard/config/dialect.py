@@ -176,7 +176,7 @@ class Dialect:
         name: The name of the tool or file that uses these keys, for messages.
         keys: The rows of the table.
         prefix: An optional prefix of the keys.
-        finish: A function that checks the complete reading, for keys whose meaning depends on other keys.
+        finish: A function that checks the complete reading, for keys that depend on other keys.
     """
 
     name: str

@@ -84,7 +84,7 @@ def plain_message(error: BaseException) -> str:
 
 
 class Settings(BaseModel):
-    """A frozen group of settings whose construction raises `SettingsError`."""
+    """A frozen group of settings. Its constructor raises `SettingsError` if a setting is invalid."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -1,7 +1,7 @@
 """TorchAcc's `Config`: every field with its type, its default, and its effect in fullshard, in one place.
 
 Every assignment is validated. The row (a `Key`) of a field is in its annotation. `fullshard.integrations.torchacc`
-itself uses the fields without a target: those of the data loader and the choice of checkpointed layers.
+itself uses the fields without a target, which control the data loader and the choice of checkpointed layers.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Confi
 
 
 def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
-    """Refuse sizes in `given` whose product is not the world size, and topologies with adjacent replicas."""
+    """Refuse sizes in `given` that do not multiply to the world size, and topologies with adjacent replicas."""
     shard = given["dist.fsdp.size"]
     replicas, order = given.get("dist.dp.size"), given.get("dist.topology")
     problems = []

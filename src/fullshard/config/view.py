@@ -26,7 +26,7 @@ from fullshard.core.strategy import parse_strategy
 def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
     """Return a field for the run's setting at `path`.
 
-    `default` and `help` replace those of the schema. `read` converts the field's value to settings by path.
+    `default` and `help` override the schema. `read` converts the field's value to settings by path.
     """
     setting = SETTINGS[path]
     bounds = {

@@ -68,7 +68,7 @@ class BucketLayout:
         offsets: The offset of each parameter in the bucket, in elements.
         shard_numel: The number of elements per rank, S.
         world_size: The number of ranks that share the bucket, which form one shard group.
-        alignment: The number of elements of which all parameter offsets and interval starts are multiples.
+        alignment: The number of elements that divides every parameter offset and every interval start.
     """
 
     specs: tuple[ParameterSpec, ...]

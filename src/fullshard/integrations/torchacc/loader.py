@@ -28,7 +28,7 @@ _NO_EFFECT = {
 class AsyncLoader:
     """A loader that pads the batches of another loader and moves them to the device.
 
-    Other attributes are those of the wrapped loader.
+    Other attributes are taken from the wrapped loader.
 
     Args:
         loader: The loader. It either divides its data over the ranks or only has this rank's data.
