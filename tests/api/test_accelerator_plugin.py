@@ -240,7 +240,7 @@ def test_values_that_cannot_be_honoured_are_refused_at_once(fields: dict[str, An
     [
         ({"use_orig_params": True}, "original parameters are always kept"),
         ({"limit_all_gathers": True}, "limits the units in flight"),
-        ({"fsdp_version": 2}, "one engine"),
+        ({"fsdp_version": 2}, "the engine has the interface"),
         ({"state_dict_config": object()}, "decide what they write"),
         ({"auto_wrap_policy": "NO_WRAP", "min_num_params": 5}, "only applies to SIZE_BASED_WRAP"),
     ],
