@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from fullshard.checkpoint.chunks import read_across, read_transposed
-from fullshard.checkpoint.weight_files import Coded, TensorSource
+from fullshard.checkpoint.weight_files import CodedSource, TensorSource
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.forms import CPU_PIECE_NUMEL, FORMS, StoredForm
@@ -31,7 +31,7 @@ def coded_source(
 ) -> TensorSource:
     """Return the source of a weight from the parts in the files, each flattened in the order of the blocks."""
     mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
-    coded = Coded(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
+    coded = CodedSource(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
     read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
     if is_transposed:
         read = functools.partial(read_transposed, read, shape)
@@ -39,7 +39,7 @@ def coded_source(
 
 
 @torch.no_grad()
-def _read_decoded(coded: Coded, numel: int, interval: Interval, out: torch.Tensor) -> None:
+def _read_decoded(coded: CodedSource, numel: int, interval: Interval, out: torch.Tensor) -> None:
     """Fill `out` with elements `interval`, counted in the order of the blocks.
 
     They are decoded in pieces to limit the use of memory.
@@ -60,7 +60,7 @@ def _read_decoded(coded: Coded, numel: int, interval: Interval, out: torch.Tenso
 
 
 def fill_cut(
-    coded: Coded,
+    coded: CodedSource,
     shape: tuple[int, ...],
     chunking: Chunking,
     rank: int,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.checkpoint.conversion import Group, Outline, Rules
-from fullshard.checkpoint.weight_files import Coded, TensorSource
+from fullshard.checkpoint.weight_files import CodedSource, TensorSource
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype
@@ -87,7 +87,7 @@ def are_equal(one: TensorSource, other: TensorSource) -> bool:
 
 def _coded_together(
     group: Group, stored: Mapping[str, TensorSource], outline: Outline
-) -> Callable[[str, tuple[int, ...]], Coded] | None:
+) -> Callable[[str, tuple[int, ...]], CodedSource] | None:
     """Return a function that gives the codes of a tensor of a group; None if files hold none of it as codes."""
     taken = {key: stored[key].coded for _, key in group.takes}
     first = next((coded for coded in taken.values() if coded is not None), None)
@@ -100,7 +100,7 @@ def _coded_together(
             own = {key: coded.parts[part.name] for key, coded in taken.items() if coded is not None}
             parts[part.name] = _Together(group, own, outline, torch_dtype(part.dtype))
 
-    def coded_of(name: str, shape: tuple[int, ...]) -> Coded:
+    def coded_of(name: str, shape: tuple[int, ...]) -> CodedSource:
         """Return the codes; `shape` is the values'. They are of no use if rows are no whole number of blocks long."""
         sources: dict[str, TensorSource] = {}
         for part in first.form.parts if parts else ():
@@ -109,7 +109,7 @@ def _coded_together(
                 read = functools.partial(together.read, name)
                 sources[part.name] = TensorSource(together.metas[name].shape, torch_dtype(part.dtype), "", read)
         is_whole = len(sources) == len(first.form.parts)
-        return Coded(first.form, first.mark if is_whole else None, sources)
+        return CodedSource(first.form, first.mark if is_whole else None, sources)
 
     return coded_of
 

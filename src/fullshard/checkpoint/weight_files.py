@@ -53,7 +53,7 @@ class TensorSource:
     dtype: torch.dtype
     where: str
     read: Callable[[Interval, torch.Tensor], None]
-    coded: Coded | None = None
+    coded: CodedSource | None = None
 
     @property
     def numel(self) -> int:
@@ -62,7 +62,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodedSource:
     """The parts of a weight that files hold as codes, by name, each flattened in the order of the blocks.
 
     `mark` marks the weight to keep its codes at rest. It is None if no stored form has such blocks. `tensors` are those
