@@ -11,10 +11,10 @@ from fullshard.engine.extension import Extension
 
 
 class StopTogether(Extension):
-    """Send the request to stop in the message that ends a backward."""
+    """Share requests to stop in the message that ends a backward."""
 
     def message(self) -> bytes:
-        """Return a byte that tells whether this rank requests a stop."""
+        """Return one byte, which is 1 if this rank requests a stop."""
         return bytes([STOPPING.is_wanted])
 
     def heard(self, largest: bytes, smallest: bytes) -> None:

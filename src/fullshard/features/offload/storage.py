@@ -73,7 +73,7 @@ def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPolicy:
-    """Choose what is kept in host memory. By default nothing is.
+    """The choice of data to keep in host memory. By default, everything stays on the device.
 
     Attributes:
         compute_shards, main_weights: see `core.offload.Offload`.

@@ -30,7 +30,7 @@ class Codec:
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the encoded parts of floating-point `values` of shape (n,), on the same device."""
-        if values.dtype is torch.float64:  # which the libraries do not take
+        if values.dtype is torch.float64:  # not supported by the libraries
             values = values.float()
         done = [self._encode(piece) for piece in values.split(_piece_numel(values))] or [self._encode(values)]
         return tuple(map(torch.cat, zip(*done, strict=True)))
@@ -180,7 +180,7 @@ def codec(name: str) -> Codec:
 
 
 def codec_of(form: StoredForm) -> Codec:
-    """Return the codec of a form that has the name of one of `FORMS`, and perhaps other blocks."""
+    """Return the codec of a form with a name from `FORMS`; its block size may differ."""
     return _CODECS[form.name](form)
 
 

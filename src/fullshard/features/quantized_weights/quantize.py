@@ -124,7 +124,7 @@ def weights(
 
 
 def _what(path: str, module: nn.Module, attribute: str, parameter: nn.Parameter) -> str:
-    """Return what a weight is: one of `_LARGE`, or what is left, by a word for it or by its own name."""
+    """Return the type of a weight: one of `_LARGE`, or the reason or name under which it is skipped."""
     kind, name, shape = type(module).__name__, f"{path}.{attribute}", tuple(parameter.shape)
     if (
         is_exact(parameter)
@@ -137,7 +137,7 @@ def _what(path: str, module: nn.Module, attribute: str, parameter: nn.Parameter)
         return reason
     if isinstance(module, _CONVOLUTIONS):
         return "convolutions"
-    if isinstance(module, (nn.Linear, nn.MultiheadAttention)) or kind == "Conv1D":  # that of Transformers' GPT-2
+    if isinstance(module, (nn.Linear, nn.MultiheadAttention)) or kind == "Conv1D":  # the linear layer of GPT-2
         return "linear layers"
     is_stack = (len(shape) >= _STACK and shape[0] > 1) or is_stacked(name, shape)
     return "stacked weights" if is_stack else f"{kind}.{attribute}"
