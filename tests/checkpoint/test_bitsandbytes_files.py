@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3MoeConfig
 
 import fullshard
 from fullshard import Accelerator
@@ -92,6 +92,33 @@ def test_codes_of_layers_stay_codes_at_rest(form: str, double: bool, tmp_path: P
         ready = model if model is sharded else Accelerator(cpu=True).prepare(model)
         whole = full_state_dict(ready, rank0_only=False)
         assert all(torch.equal(whole[name].view(value.shape), value) for name, value in expected.items())
+
+
+def test_experts_that_were_layers_keep_their_codes(tmp_path: Path) -> None:
+    """Earlier versions of Transformers had a layer for each expert, of which today's makes stacks."""
+    shape = Qwen3MoeConfig(
+        **{"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16},
+        **{"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    values = {}
+    for name in [name for name in stored if ".experts." in name]:
+        packed, state = bnb.functional.quantize_4bit(stored.pop(name), quant_type="nf4", compress_statistics=True)
+        stored |= {name: packed, **{f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()}}
+        values[name.partition(".experts.")[2]] = bnb.functional.dequantize_4bit(packed, state)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    rewrite(tmp_path, lambda _: stored, config.to_dict())
+    model: Any = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path)
+    sharded: Any = Accelerator(cpu=True).prepare(model)
+    experts = "model.layers.0.mlp.experts"
+    assert held(sharded).keys() == {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
+    whole = full_state_dict(sharded, rank0_only=False)
+    for number in range(4):
+        gate, up, down = (values[f"{number}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        assert torch.equal(whole[f"{experts}.gate_up_proj"][number], torch.cat([gate, up]))
+        assert torch.equal(whole[f"{experts}.down_proj"][number], down)
 
 
 def check_training(path: Path, form: str | None) -> None:

@@ -355,7 +355,7 @@ def test_merging_onto_fp8_is_exact(tmp_path: Path) -> None:
     in_fp8(tmp_path / "base", [64, 128])
     widened = FineGrainedFP8Config(dequantize=True)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=widened)
-    check_merge(tmp_path, {"target_modules": ["o_proj", "kv_b_proj"]}, reference)
+    check_merge(tmp_path, {"target_parameters": EXPERTS, "target_modules": ["o_proj", "kv_b_proj"]}, reference)
 
 
 def test_files_in_fp8_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -188,10 +188,11 @@ def _in_stored_form(source: Source, directory: Path) -> Source:
         if not isinstance(error.__cause__, (OSError, ValueError)):
             raise
         return source  # of no model that it knows
-    return _stored_form_of(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
+    return stored_form_of(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
 
 
-def _stored_form_of(source: Source, model: nn.Module) -> Source:
+def stored_form_of(source: Source, model: nn.Module) -> Source:
+    """Return a source of tensors that `model` has in memory as Transformers would store them."""
     held = source.contents.model
     metas = {name: torch.empty(record.shape, dtype=dtype_of(record), device="meta") for name, record in held.items()}
     outline = outline_of(model, metas)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.conversion import Rules, loading_rules, outline_of
 from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.export import write_configuration
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
@@ -28,9 +29,11 @@ from fullshard.checkpoint.offline.huggingface import (
     open_weights,
     read_configuration,
     skeleton_of,
+    stored_form_of,
 )
 from fullshard.checkpoint.offline.native import open_native
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.checkpoint.places import tensors_of
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
@@ -44,6 +47,37 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WRAPPING = ("base_layer", "original_module")
 
 
+class _Base:
+    """The base model's files, by the names that the tensors have in the model."""
+
+    def __init__(self, files: Source, rules: Rules) -> None:
+        self.files, self.on_disk, self._outline = files, files.contents.parameters, rules.outline
+        self._stored, self._groups, *_ = rules.load(self.on_disk)
+        metas = {name: torch.empty(record.shape, device="meta") for name, record in self.on_disk.items()}
+        made = [group.convert_meta(metas, self._outline) for group in self._groups]
+        self._numbers = {name: number for number, tensors in enumerate(made) for name in tensors}
+        self._converted = functools.lru_cache(1)(self._convert)
+
+    def keys(self, name: str) -> list[str]:
+        """Return the names on disk of the tensors that one of the model is stored as or made of; none if it is new."""
+        if name in self._numbers:
+            return [key for _, key in self._groups[self._numbers[name]].takes]
+        return [self._stored[name]] if name in self._stored else []
+
+    def is_converted(self, name: str) -> bool:
+        """Return whether Transformers makes the tensor of others, as it stacks experts."""
+        return name in self._numbers
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor of the model."""
+        if name in self._numbers:
+            return self._converted(self._numbers[name])[name]
+        return self.files.whole(self._stored[name])
+
+    def _convert(self, number: int) -> dict[str, torch.Tensor]:
+        return self._groups[number].convert(self.files.whole, self._outline)
+
+
 @contextmanager
 def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     """Yield a base model with an adapter merged into it, and a directory with its configuration and tokenizer.
@@ -51,55 +85,78 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     `path` is the base model's Hugging Face directory. `adapter` is a directory that PEFT wrote, a Trainer checkpoint,
     or the `training_state` inside one.
     """
-    base = open_weights(path, is_decoded=True)
-    on_disk = base.contents.parameters
+    files = open_weights(path, is_decoded=True)
     directory = _config_directory(adapter)
     # As wide as on disk, whatever the configuration says: a narrower merge would lose bits.
-    dtypes = {dtype_of(record) for record in on_disk.values()}
+    dtypes = {dtype_of(record) for record in files.contents.parameters.values()}
     wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
-    model, values = _peft_model(path, adapter, directory, wide)
-    merged = MergedModel(model)
-    disk = _disk_names(on_disk, merged.base)
+    model, values, rules = _peft_model(path, adapter, directory, wide)
+    merged, base = MergedModel(model), _Base(files, rules)
+    merged.base._weight_conversions = rules.used()  # type: ignore[assignment] # storing reverses them
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         """Return the value of a parameter from the adapter's files or else from the base model's."""
         names = merged.local(tensor).names
         value = next((values[name] for name in names if name in values), None)
-        name = next((disk[plain] for plain in map(_plain, names) if plain in disk), None)
-        if value is None and name is None:
-            raise CheckpointError(f"neither {adapter} nor {path} holds {names[0]}")
-        value = base.whole(str(name)) if value is None else value
+        if value is None:
+            name = next((plain for plain in map(_plain, names) if base.keys(plain)), None)
+            if name is None:
+                raise CheckpointError(f"neither {adapter} nor {path} holds {names[0]}")
+            value = base.whole(name)
         if value.shape != tensor.shape:
             raise CheckpointError(f"{names[0]} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}")
         return value.to(tensor.dtype)
 
-    changed: dict[str, tuple[LocalTensor, TensorRecord]] = {}
+    changed: dict[str, LocalTensor] = {}
     for source in merged.sources:
         parts = (name for part in merged.parts(source) for name in merged.local(part).names)
         if merged.is_changed(source) or not values.keys().isdisjoint(parts):
-            # The first name where the base has none of them: untied by the adapter. PEFT may compute in another dtype
-            # than the base has on disk; the base's is written.
-            name = next((disk[name] for name in source.names if name in disk), source.name)
-            dtype = on_disk[name].dtype if name in on_disk else source.tensor.dtype
-            changed[name] = source, tensor_record(source.shape, dtype, where=name)
-
-    @functools.lru_cache(1)  # it is read in pieces
-    def made(name: str) -> torch.Tensor:
-        source, record = changed[name]
-        return merged.merge(source, whole).detach().to(dtype_of(record)).reshape(-1)
-
-    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        if name not in changed:
-            return base.read(kind, name, interval)
-        return made(name)[interval.start : interval.stop].contiguous()
-
-    contents = Contents({**on_disk, **{name: record for name, (_, record) in changed.items()}})
+            # The first name where the base has none of them: untied by the adapter.
+            changed[next((name for name in source.names if base.keys(name)), source.name)] = source
+    contents, read = _with(base, changed, lambda source: merged.merge(source, whole), merged.base)
     with tempfile.TemporaryDirectory() as beside:
         write_configuration(Path(beside), merged.base, None, merged)
         for file in (*files_beside_weights(path), *files_beside_weights(directory)):  # the adapter's tokenizer is newer
             if file.name != CONFIG_NAME:
                 shutil.copyfile(file, Path(beside) / file.name)
         yield Source("base model with an adapter merged into it", path, contents, read, [adapter]), Path(beside)
+
+
+def _with(
+    base: _Base, changed: Mapping[str, LocalTensor], merge: Callable[[LocalTensor], torch.Tensor], model: nn.Module
+) -> tuple[Contents, Callable[[Kind, str, Interval], torch.Tensor]]:
+    """Return what the base's directory holds once tensors of `model` have changed, and how to read it.
+
+    Tensors that Transformers makes of others are stored as it stores them; the others under their names on disk.
+    """
+    sources: dict[str, LocalTensor] = {}
+    records: dict[str, TensorRecord] = {}
+    in_memory: dict[str, TensorRecord] = {}
+    for name, source in changed.items():
+        keys, is_converted = base.keys(name), base.is_converted(name)
+        key = name if is_converted or not keys else keys[0]
+        # PEFT may compute in another dtype than the base has on disk; the base's is written.
+        dtype = base.on_disk[keys[0]].dtype if keys else source.tensor.dtype
+        sources[key] = source
+        (in_memory if is_converted else records)[key] = tensor_record(source.shape, dtype, where=key)
+
+    @functools.lru_cache(1)  # it is read in pieces
+    def made(key: str) -> torch.Tensor:
+        return merge(sources[key]).detach().to(dtype_of({**records, **in_memory}[key])).reshape(-1)
+
+    def read_changed(kind: Kind, key: str, interval: Interval) -> torch.Tensor:
+        return made(key)[interval.start : interval.stop].contiguous()
+
+    stored = stored_form_of(Source("merged", base.files.path, Contents(in_memory), read_changed), model)
+
+    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        if name in records:
+            return read_changed(kind, name, interval)
+        return (stored if name in stored.contents.parameters else base.files).read(kind, name, interval)
+
+    gone = {key for name in in_memory for key in base.keys(name)}
+    kept = {name: record for name, record in base.on_disk.items() if name not in gone}
+    return Contents({**kept, **records, **stored.contents.parameters}), read
 
 
 def _config_directory(adapter: Path) -> Path:
@@ -114,12 +171,16 @@ def _config_directory(adapter: Path) -> Path:
 
 def _peft_model(
     base: Path, adapter: Path, directory: Path, dtype: torch.dtype
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return the PEFT model on the meta device, and the adapter's tensors by their names in its base model."""
+) -> tuple[nn.Module, dict[str, torch.Tensor], Rules]:
+    """Return the PEFT model on the meta device, the adapter's tensors by their names in its base, and that one's rules.
+
+    The rules are those from the files to the base model.
+    """
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
     base_model: Any = skeleton_of(transformers, base, dtype)
     vars(base_model.config).pop("quantization_config", None)  # values are merged and written
+    rules = loading_rules(base_model, outline_of(base_model, tensors_of(base_model)))
     path = directory / ADAPTER_CONFIG
     read_configuration(path)
     with _open_adapter(adapter) as source:
@@ -143,7 +204,7 @@ def _peft_model(
         stored = _by_model_name(peft, model, stored, adapter)
     # A checkpoint of a model with Transformers' own `add_adapter` lacks the prefix of its base.
     prefix = next(f"{name}." for name, module in model.named_modules() if module is model.get_base_model())
-    return model, {name.removeprefix(prefix): value for name, value in stored.items()}
+    return model, {name.removeprefix(prefix): value for name, value in stored.items()}, rules
 
 
 def _open_adapter(directory: Path) -> Source:
@@ -181,17 +242,6 @@ def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | 
         and any(part.startswith(("embed", "lm_head", "wte", "shared")) for part in name.split("."))
     ]  # fmt: skip
     return next((rows for rows in tables if rows != shape[0]), None)
-
-
-def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[str, str]:
-    """Return a mapping from the model's tensor names to the names on disk.
-
-    A name on disk may have or lack the prefix of the base model.
-    """
-    prefix = f"{getattr(base, 'base_model_prefix', '')}."
-    known = set(map(_plain, base.state_dict()))
-    names = {key: (key, prefix + key, key.removeprefix(prefix)) for key in on_disk}
-    return {next(name for name in some if name in known): key for key, some in names.items() if known & {*some}}
 
 
 def _plain(name: str) -> str:
