@@ -186,7 +186,7 @@ MUTATIONS = (
         "after a forward copies may still read main weights",
         "engine/forward.py",
         "            unit.rest()\n        if not failed:\n            schedule.settle()  # after a forward without "
-        "backward the user may change main weights at once\n",
+        "backward, the user may change main weights immediately\n",
         "            unit.rest()\n",
         "changed at once",
         is_race=False,
