@@ -87,7 +87,7 @@ def _state(run: RunRecord) -> str:
         return f"failed after step {last}: " + str(failed.get("message") or failed.get("how") or "").partition("\n")[0]
     if kinds and kinds[-1] == "preemption":
         return f"stopped by a signal after step {last}"
-    return f"{last} steps; whether it goes on is not noted" if kinds else f"{last} steps"
+    return f"{last} steps; the record does not show whether the run continues" if kinds else f"{last} steps"
 
 
 def _overview(runs: Sequence[RunRecord]) -> Rows:

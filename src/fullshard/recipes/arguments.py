@@ -78,11 +78,13 @@ class TrainArguments(View):
     offload_optimizer_state: bool | None = of_run("sharding.offload_optimizer_state")
     offload_activations: bool = of_run("sharding.offload_activations")
     precision: Literal["fp32", "bf16", "fp16"] = of_run(
-        "precision.mode", "fp32", "What forward and backward compute in; main weights and reductions stay fp32"
+        "precision.mode", "fp32", "Compute dtype of forward and backward; main weights and reductions stay fp32"
     )
     activation_checkpointing: bool = of_run("sharding.activation_checkpointing")
     activation_checkpointing_mode: CheckpointingMode = of_run("sharding.activation_checkpointing_mode")
-    loss_chunk: int | None = _own(None, "Tokens whose loss is computed at once, so that few logits exist", ge=1)
+    loss_chunk: int | None = _own(
+        None, "Compute the loss for this many tokens at a time, to save memory for logits", ge=1
+    )
     compile: bool = of_run("sharding.compile")
     device: Device = of_run("launch.device")
 

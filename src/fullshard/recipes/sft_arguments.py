@@ -29,13 +29,13 @@ def _flag(default: Any, text: str, *choices: str) -> Any:
 class OwnArguments:
     """Define the flags that TRL does not have."""
 
-    chat_template_format: str = _flag("none", "How chats are rendered.", "none", "chatml", "zephyr")
-    splits: list[str] | None = _flag(None, "Splits to train and to evaluate on: train,test.")  # noqa: RUF009 -- a field
-    use_reentrant: bool = _flag(False, "The reentrant form of gradient checkpointing.")
-    bnb_4bit_compute_dtype: str | None = _flag(None, "What 4-bit layers compute in.")
-    use_flash_attn: bool = _flag(False, "FlashAttention 2, where it is installed.")
-    muon: bool = _flag(False, "Muon for matrices: --optim muon.")
-    profile: bool = _flag(False, "Profile the third to the fifth step: a trace per rank.")
+    chat_template_format: str = _flag("none", "Template that renders chats.", "none", "chatml", "zephyr")
+    splits: list[str] | None = _flag(None, "Splits for training and evaluation, for example train,test.")  # noqa: RUF009 -- a field
+    use_reentrant: bool = _flag(False, "Use the reentrant form of gradient checkpointing.")
+    bnb_4bit_compute_dtype: str | None = _flag(None, "Compute dtype of 4-bit layers.")
+    use_flash_attn: bool = _flag(False, "Use FlashAttention 2 if it is installed.")
+    muon: bool = _flag(False, "Use Muon for matrices, like --optim muon.")
+    profile: bool = _flag(False, "Profile steps 3 to 5, and write one trace per rank.")
 
 
 RENAMED = {
@@ -50,11 +50,11 @@ RENAMED = {
     "warmup_ratio": "warmup_steps",  # values below 1 are a fraction of all steps
 }
 NO_EFFECT = {
-    "loss_chunk": "TRL computes the loss of some tokens at a time by itself",
-    "append_concat_token": "TRL puts the end-of-sequence token between packed texts",
-    "add_special_tokens": "TRL's tokenisation decides on special tokens",
-    "ignore_bias_buffers": "it is for DDP",
-    "bnb_4bit_quant_storage_dtype": "quantised weights are sharded as bytes, whatever the dtype around them",
+    "loss_chunk": "TRL already computes the loss in chunks of tokens",
+    "append_concat_token": "TRL always puts the end-of-sequence token between packed texts",
+    "add_special_tokens": "TRL's tokenization determines the special tokens",
+    "ignore_bias_buffers": "it only applies to DDP",
+    "bnb_4bit_quant_storage_dtype": "quantized weights are sharded as bytes, regardless of other dtypes",
 }
 
 
