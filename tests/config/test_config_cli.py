@@ -113,7 +113,7 @@ def test_a_default_file_is_used_only_with_a_word_about_it(tmp_path: Path) -> Non
     assert "launch.num_processes" in done.stdout
     assert "default_config.yaml:3:1" in done.stdout
     assert done.stderr.count("\n") == 1
-    assert "default_config.yaml, the default that `accelerate config` wrote" in done.stderr
+    assert "default_config.yaml, which `accelerate config` wrote" in done.stderr
     assert "default_config.yaml" not in run(tmp_path, "explain", "--config_file", "none").stdout
 
 
