@@ -37,10 +37,12 @@ from fullshard.checkpoint.offline import open_merged
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import Interval
+from fullshard.core.sizes import MIB
 from fullshard.engine.lookup import units_of
 from fullshard.features.quantized_weights.at_rest import CodedBucket
 from fullshard.features.quantized_weights.codecs import codec
 from fullshard.integrations.transformers.at_load import load_sharded
+from tests.checkpoint.test_pretrained import _status as memory_status
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 
@@ -66,10 +68,11 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, to
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
 
 
-def gpt_oss(path: Path) -> Path:
+def gpt_oss(path: Path, **sizes: int) -> Path:
     """Write a small gpt-oss as it is published: the experts in MXFP4."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(GPT_OSS, dtype=torch.bfloat16)
+    shape = GptOssConfig(**{**GPT_OSS.to_dict(), "layer_types": None, **sizes})
+    model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(path)
@@ -404,3 +407,26 @@ def test_fp8_beneath_tensor_parallelism_is_cut_between_blocks(tmp_path: Path) ->
         shape = LlamaConfig(vocab_size=VOCAB + 1, hidden_size=256, intermediate_size=width, dtype="bfloat16", **heads)
         in_fp8(tmp_path / name, [128, 128], shape=shape)
     run_ranks(check_tensor_parallel, 4, tmp_path / "wide")
+
+
+def check_peak_memory(path: Path) -> list[tuple[int, int]]:
+    """Peak resident bytes while loading, and bytes of this rank's shard: as codes, then as values."""
+    accelerator, found = Accelerator(cpu=True), []
+    for dequantize in (False, True):
+        model: Any = fullshard.from_pretrained(AutoModelForCausalLM, path, dequantize=dequantize)
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = memory_status("VmRSS")
+        model = accelerator.prepare(model)
+        own = sum(bucket.main.nbytes for unit in units_of(model) for bucket in unit.buckets)
+        found.append((memory_status("VmHWM") - before, own))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory figures of Linux")
+def test_codes_are_read_a_piece_at_a_time(tmp_path: Path) -> None:
+    gpt_oss(tmp_path, hidden_size=512, intermediate_size=1024, num_local_experts=64, num_hidden_layers=1)
+    for coded, values in run_ranks(check_peak_memory, 2, tmp_path):
+        assert coded[1] < 0.3 * values[1]
+        # A piece, or a matrix of the experts, in a few forms; a weight has 128 MiB.
+        assert max(peak - own for peak, own in (coded, values)) < 48 * MIB, (coded, values)

@@ -456,6 +456,31 @@ def test_new_tokens_go_into_the_rows_that_a_padded_vocabulary_has(tmp_path: Path
         assert found == expected
 
 
+def coded_after(words: list[str]) -> tuple[int, bool]:
+    """How many weights are codes at rest in a run, and whether all weights are trained."""
+    from fullshard.recipes.sft import make_trainer
+    from fullshard.recipes.sft_arguments import read_arguments
+    from tests.checkpoint.test_coded_files import held
+
+    trainer = make_trainer(read_arguments(words, print))
+    trainer.train()
+    return len(held(trainer.model)), all(p.requires_grad for p in trainer.model.parameters())
+
+
+@pytest.mark.full
+def test_codes_in_the_files_remain_for_adapters_alone(tmp_path: Path, place: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from tests.checkpoint.test_coded_files import gpt_oss
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    tokenizer.save_pretrained(gpt_oss(tmp_path / "model", vocab_size=len(tokenizer)))
+    words = small_run(tmp_path, tmp_path / "out", "--max_steps", "1", "--save_strategy", "no")
+    words = replaced(words, dataset_name=str(place / "data"))
+    assert run_ranks(coded_after, 1, [*words, "--lora_target_modules", "all-linear"]) == [(4, False)]
+    assert run_ranks(coded_after, 1, replaced(words, use_peft_lora=None, lora_r=None)) == [(0, True)]
+
+
 class Killed(Exception):
     """Of a rank, in the middle of a run."""
 
