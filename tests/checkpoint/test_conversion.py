@@ -303,6 +303,8 @@ def test_a_module_that_peft_trains_whole_starts_from_its_own_weights(llama: Path
 class Counted:
     """A tensor of a directory that says when it is read."""
 
+    coded = None
+
     def __init__(self, name: str, tensor: torch.Tensor, reads: list[str]) -> None:
         self.name, self.tensor, self.reads = name, tensor, reads
         self.shape, self.dtype, self.numel, self.where = tuple(tensor.shape), tensor.dtype, tensor.numel(), "test"
