@@ -318,11 +318,12 @@ class PretrainedWeights:
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` with elements `interval` of the parameter, or of its tile, in the order in which it is sharded."""
+        shard = local_shard_of(slot)
         if (own_mark := mark_of(slot.parameter)) is not None and own_mark.is_transposed:
             *others, rows, columns = slot.parameter.shape
-            read_transposed(functools.partial(self._read_rows, slot), (*others, columns, rows), interval, out)
+            wanted = interval if shard is None else interval.shift(shard.start)  # a shard has complete matrices
+            read_transposed(functools.partial(self._read_rows, slot), (*others, columns, rows), wanted, out)
             return
-        shard = local_shard_of(slot)
         if shard is None or not shard.is_chunked:
             self._read_rows(slot, interval, out)
             return

@@ -235,7 +235,11 @@ class ShardSpec:
 
     def boxes(self) -> Iterator[IntervalBox]:
         """Yield this rank's elements as boxes in the full tensor."""
-        return boxes(tuple(self.shape), self.interval)
+        return self.local_boxes()
+
+    def local_boxes(self) -> Iterator[IntervalBox]:
+        """Yield this rank's elements as boxes in the tensor that the ranks of the mesh share."""
+        return boxes(tuple(self.sharded_shape), self.interval)
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the tensor to which the interval refers. It is a view of `whole` if that is possible."""

@@ -28,20 +28,20 @@ from tests.features.tensor_parallel.test_tensor_parallel import Mixture, data
 pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
 
 
-def mixture(form: str, seed: int = 2) -> Any:
+def mixture(how: Mark | None, seed: int = 2) -> Any:
     """Frozen experts, the rest to be trained."""
     torch.manual_seed(seed)
     model = Mixture()
     model.experts.requires_grad_(False)
-    if form:
-        mark(model.experts, "weight", Mark(form))
+    if how:
+        mark(model.experts, "weight", how)
     return model
 
 
-def expert_parallel(sizes: tuple[int, int], form: str, seed: int = 2) -> Any:
+def expert_parallel(sizes: tuple[int, int], how: Mark | None, seed: int = 2) -> Any:
     ranks = init_device_mesh("cpu", (sizes[0] * sizes[1],), mesh_dim_names=("dp",))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "ep"))
-    model = mixture(form, seed)
+    model = mixture(how, seed)
     model.experts.group = mesh["ep"].get_group()
     weight = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])
     model.experts.weight = nn.Parameter(weight, requires_grad=False)
@@ -55,10 +55,13 @@ def loss_of(model: Any, step: int, part: int, parts: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def check_experts(directory: str) -> None:
-    plain, model = mixture(""), expert_parallel((2, 2), "nf4")
+def check_experts(directory: str, is_transposed: bool) -> None:
+    how = Mark("nf4", is_transposed)
+    plain, model = mixture(None), expert_parallel((2, 2), how)
     for part in plain.experts.weight.data.chunk(2):
-        round_trip(part, "nf4")
+        in_blocks = part.mT.contiguous() if is_transposed else part
+        round_trip(in_blocks, "nf4")
+        part.copy_(in_blocks.mT if is_transposed else in_blocks)
     assert len(coded_buckets(model)) == 1
     assert torch.equal(model.experts.weight.full_tensor(), plain.experts.weight)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
@@ -76,16 +79,17 @@ def check_experts(directory: str) -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
     save_checkpoint(directory, model=model)
-    other = expert_parallel((2, 2), "nf4", seed=3)
+    other = expert_parallel((2, 2), how, seed=3)
     load_checkpoint(directory, model=other)
     assert torch.equal(other.experts.weight.full_tensor(), plain.experts.weight)
-    numbers = expert_parallel((1, 4), "", seed=3)
+    numbers = expert_parallel((1, 4), None, seed=3)
     load_checkpoint(directory, model=numbers)
     assert torch.equal(numbers.experts.weight.full_tensor(), plain.experts.weight)
 
 
-def test_experts_of_expert_parallelism(tmp_path: Path) -> None:
-    run_ranks(check_experts, 4, str(tmp_path / "saved"))
+@pytest.mark.parametrize("is_transposed", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_experts_of_expert_parallelism(is_transposed: bool, tmp_path: Path) -> None:
+    run_ranks(check_experts, 4, str(tmp_path / "saved"), is_transposed)
 
 
 class Pair(nn.Module):
@@ -143,9 +147,8 @@ def test_layers_of_tensor_parallelism(tmp_path: Path) -> None:
 
 def check_turned() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "ep"))
-    model = mixture("")
-    mark(model.experts, "weight", Mark("nf4", is_transposed=True))
-    weight = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])
+    model = mixture(Mark("nf4", is_transposed=True))
+    weight = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(1)])
     model.experts.weight = nn.Parameter(weight, requires_grad=False)
     with pytest.raises(WrapError, match="the blocks should run along the second-to-last dim") as error:
         fullshard.fully_shard(model.experts, mesh=mesh["copies"])

@@ -18,11 +18,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm.base import FullBuffer, Work, WorkOf
 from fullshard.comm.mesh import Mesh
-from fullshard.core.boxes import IntervalBox, boxes
+from fullshard.core.boxes import IntervalBox
 from fullshard.core.errors import LifecycleError, WrapError
 from fullshard.core.forms import StoredForm
 from fullshard.core.layout import Interval
@@ -227,27 +227,31 @@ def _pieces_of(plain: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
     return piece
 
 
-class TransposedSpec(ShardSpec):
-    """The spec of a weight with blocks along its second-to-last dim; its elements are counted in that order."""
+class Transposed(ShardSpec):
+    """Mixed into the spec of a weight with blocks along its second-to-last dim; its elements are counted in that order.
+
+    A chunk outside the mesh, if there is one, has complete matrices.
+    """
 
     is_row_by_row = False
 
     @property
     def sharded_shape(self) -> torch.Size:
         """Return the shape with the last two dims swapped, in block order."""
-        return torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2]))
+        *others, rows, columns = super().sharded_shape
+        return torch.Size((*others, columns, rows))
 
     def is_like(self, other: ShardSpec) -> bool:
         """Return whether each rank holds the same elements under both specs."""
-        return isinstance(other, TransposedSpec) and super().is_like(other)
+        return isinstance(other, Transposed) and super().is_like(other)
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
         """Return this spec unchanged, because no other shape has its elements in this order."""
         return self
 
-    def boxes(self) -> Iterator[IntervalBox]:
-        """Yield boxes that cover this rank's elements in the unsharded tensor."""
-        for box in boxes(tuple(self.sharded_shape), self.interval):
+    def local_boxes(self) -> Iterator[IntervalBox]:
+        """Yield boxes that cover this rank's elements in the tensor that the ranks of the mesh share."""
+        for box in super().local_boxes():
             offsets, sizes, strides = (
                 (*dims[:-2], dims[-1], dims[-2]) for dims in (box.offsets, box.sizes, box.strides)
             )
@@ -255,11 +259,11 @@ class TransposedSpec(ShardSpec):
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a view of the tensor in block order."""
-        return whole.mT
+        return super().to_sharded(whole).mT
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
         """Undo `to_sharded`."""
-        return sharded.mT.contiguous()
+        return super().to_whole(sharded.mT.contiguous())
 
 
 class Coded(ParameterKind):
@@ -294,15 +298,11 @@ class Coded(ParameterKind):
                 "can update",
                 hint="freeze them with requires_grad_(False), or call fullshard.quantize after adapters are added",
             )
-        turned = {
-            id(s.parameter)
-            for s in slots
-            if _is_turned(s.parameter) and (s.parameter.dim() < 2 or isinstance(s.parameter, DTensor))
-        }
+        turned = {id(s.parameter) for s in slots if _is_turned(s.parameter) and not _has_matrices(s.parameter)}
         if turned:
             raise WrapError(
                 f"{names_in(roots, turned)}: the blocks should run along the second-to-last dim, but the weight is a "
-                "vector or is split by tensor parallelism",
+                "vector, or tensor parallelism splits its matrices",
                 hint="leave it out of the tensor-parallel plan, mark it without is_transposed, or load it with "
                 "dequantize=True",
             )
@@ -341,9 +341,18 @@ class Coded(ParameterKind):
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
         """Return the spec of a parameter, without a name yet."""
-        if _is_turned(slot.parameter):
-            return TransposedSpec(mesh, slot.parameter.shape, placement, Name(), reduction=reduction)
-        return kind_of(slot.parameter, beneath=self).spec(slot, mesh, shape, placement, reduction)
+        if not _is_turned(slot.parameter):
+            return kind_of(slot.parameter, beneath=self).spec(slot, mesh, shape, placement, reduction)
+        spec = kind_of(slot.parameter, beneath=self).spec(slot, mesh, slot.parameter.shape, placement, reduction)
+        spec.__class__ = type(f"Transposed{type(spec).__name__}", (Transposed, type(spec)), {})
+        return spec
+
+
+def _has_matrices(parameter: torch.Tensor) -> bool:
+    """Return whether this rank has complete matrices."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    are_kept = (type(p) is Replicate or (type(p) is Shard and p.dim < parameter.dim() - 2) for p in placements)
+    return parameter.dim() > 1 and all(are_kept)
 
 
 def _is_turned(parameter: torch.Tensor) -> bool:
