@@ -75,8 +75,8 @@ def wide(form: str, **options: Any) -> Any:
 def check_bytes_of(model: nn.Module, at_rest: float) -> None:
     """Coded weights take at most so many bytes per parameter at rest, and their messages 0.29 of bfloat16's."""
     buckets, message = coded_buckets(model), 0
-    numel, ranks = sum(bucket.layout.numel for bucket in buckets), buckets[0].mesh.shard_size
-    assert sum(tensor.nbytes for bucket in buckets for tensor in bucket.stored) <= at_rest * numel / ranks
+    own = sum(bucket.layout.numel / bucket.mesh.shard_size for bucket in buckets)
+    assert sum(tensor.nbytes for bucket in buckets for tensor in bucket.stored) <= at_rest * own
     for bucket in buckets:
         assert bucket.buffer.nbytes == 0  # nothing whole at rest
         with bucket.owner.waiting("unshard"):
@@ -85,7 +85,7 @@ def check_bytes_of(model: nn.Module, at_rest: float) -> None:
             bucket.wait_unshard()
         assert bucket.buffer.nbytes == bucket.buffer.full.nbytes  # the message is gone
         bucket.reshard()
-    assert message <= 0.29 * 2 * numel
+    assert message <= 0.29 * 2 * sum(bucket.layout.numel for bucket in buckets)
 
 
 def check_bytes(form: str, at_rest: float) -> None:

@@ -5,15 +5,17 @@ pytest tests/features/quantized_weights/test_at_rest_families.py -m "full or not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.features import shard_model
-from fullshard.features.quantized_weights.quantize import quantize
+from fullshard.features import fully_shard, shard_model
+from fullshard.features.quantized_weights.marks import Mark
+from fullshard.features.quantized_weights.quantize import mark, quantize
 from tests.differential import BFLOAT16_TOLERANCE, EPS, Record, check, compare, difference, gradients, parameters, whole
 from tests.distributed import run_ranks
 from tests.features.quantized_weights.test_at_rest import check_bytes_of, coded_buckets, layers, round_trip
@@ -22,6 +24,7 @@ from tests.traps import rank_and_size
 pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel")
 
 STEPS, BATCH, LENGTH, VOCAB = 5, 2, 12, 96
 TOLERANCE = 1e-6
@@ -36,6 +39,7 @@ LATENT = {
 }
 ROUTED = {**CHOSEN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 EXPERTS = ("gate_up_proj", "down_proj")
+ALL_LINEAR = {"target_modules": "all-linear"}
 ON_EXPERTS = {"target_modules": [], "target_parameters": [f"experts.{name}" for name in EXPERTS]}
 LEFT = ("embed_tokens", "lm_head", "router", "mlp.gate.", "_bias", "classifier")
 """Parts of names of the weights that no quantisation reaches, unless embeddings are asked for."""
@@ -75,7 +79,7 @@ FAMILIES = {
 def adapters_of(family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
     # PEFT takes Llama-4's router for any linear layer, though its output is a tuple.
     left = {"exclude_modules": ["router"]} if family.model == "Llama4ForCausalLM" else {}
-    yield "all-linear", {"target_modules": "all-linear", **left}
+    yield "all-linear", {**ALL_LINEAR, **left}
     if family.has_experts:
         yield "parameters", ON_EXPERTS
     if family.modules:
@@ -115,17 +119,50 @@ def check_family(name: str, form: str, dtype: torch.dtype) -> dict[str, float]:
     return found
 
 
-def check_training(name: str, form: str, target: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
+def over_ranks(model: nn.Module) -> None:
+    shard_model(model, unit_modules=layers(model), device=torch.device("cpu"))
+
+
+def above_expert_parallelism(model: Any) -> None:
+    """Transformers' own expert parallelism over two ranks, and all but the experts sharded over both."""
+    experts, world = (1, 2), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", experts, mesh_dim_names=("copies", "ep"))
+    alone = init_device_mesh("cpu", experts[::-1], mesh_dim_names=("dp", "tp"))["tp"]
+    found = {name: module for name, module in model.named_modules() if name.endswith("mlp.experts")}
+    plan = {f"{name}.{each}": "grouped_gemm" for name, module in found.items() for each in module._parameters}
+    plan |= dict.fromkeys(found, "ep_dispatch_experts")  # after their parameters
+    expert_parallel.apply_expert_parallelism(model, mesh["ep"], alone, plan, "all_to_all")
+    for module in found.values():
+        fully_shard(module, mesh=mesh["copies"])
+    for module in (*layers(model), model):
+        fully_shard(module, mesh=world)
+
+
+def check_training(
+    name: str,
+    form: str,
+    target: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    shard: Callable[[nn.Module], None] = over_ranks,
+    is_transposed: bool = False,
+) -> dict[str, float]:
     rank, size = rank_and_size()
     reference, model = adapted(name, target, dtype), adapted(name, target, dtype)
     left = tuple(part for part in LEFT if name != "embedding" or part != "embed_tokens")
     weights = {at: p for at, p in reference.named_parameters() if p.dim() > 1 and "lora_" not in at}
     coded = {at for at in weights if not any(part in at for part in left)}
     assert not FAMILIES[name].has_experts or {at.rpartition(".")[2] for at in coded if "experts." in at} >= {*EXPERTS}
+    turned = {at for at in coded if is_transposed and "experts." in at}
     for at in coded:
-        round_trip(reference.get_parameter(at), form)
+        weight = reference.get_parameter(at)
+        in_blocks = weight.data.mT.contiguous() if at in turned else weight.data
+        round_trip(in_blocks, form)
+        weight.data.copy_(in_blocks.mT if at in turned else in_blocks)
+    for at in turned:
+        path, _, attribute = at.rpartition(".")
+        mark(model.get_submodule(path), attribute, Mark(form, is_transposed=True))
     quantize(model, form, embeddings=name == "embedding")
-    shard_model(model, unit_modules=layers(model), device=torch.device("cpu"))
+    shard(model)
     held = {p.name.partition("=")[0] for bucket in coded_buckets(model) for p in bucket.sharded_parameters}
     assert held == coded, sorted(held ^ coded)
     if form == "nf4":
@@ -180,6 +217,24 @@ def test_adapters_train_as_on_the_same_values_in_one_process(name: str, form: st
 def test_adapters_train_as_on_the_same_values_in_bfloat16(name: str, size: int) -> None:
     results = run_ranks(check_family, size, name, "nf4", torch.bfloat16)
     check(results, exact=size == 1, tolerance=BFLOAT16_TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_blocks_in_the_order_of_gpt_oss(size: int) -> None:
+    results = run_ranks(check_training, size, "gpt_oss", "mxfp4", ON_EXPERTS, torch.float32, over_ranks, True)
+    check(results, exact=size == 1, tolerance=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "form", "is_transposed"),
+    [("qwen3_moe", "nf4", False), ("gpt_oss", "nf4", False), ("gpt_oss", "mxfp4", True)],
+)
+def test_above_expert_parallelism_of_transformers(name: str, form: str, is_transposed: bool) -> None:
+    target = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    how = (torch.float32, above_expert_parallelism, is_transposed)
+    check(run_ranks(check_training, 2, name, form, target, *how), exact=False, tolerance=TOLERANCE)
 
 
 def check_bytes_of_experts(form: str, at_rest: float) -> None:
