@@ -235,10 +235,6 @@ class ShardSpec:
 
     def boxes(self) -> Iterator[IntervalBox]:
         """Yield this rank's elements as boxes in the full tensor."""
-        return self.local_boxes()
-
-    def local_boxes(self) -> Iterator[IntervalBox]:
-        """Yield this rank's elements as boxes in the tensor that the ranks of the mesh share."""
         return boxes(tuple(self.sharded_shape), self.interval)
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:

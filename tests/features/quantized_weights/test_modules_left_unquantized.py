@@ -62,7 +62,8 @@ def test_the_planner_counts_what_bitsandbytes_leaves(values: dict[str, Any]) -> 
     outline(model)
     quantise_rest(model, freezes=True)
     found = conversion_of_model(with_adapters(model))
-    planned = conversion_of(from_config(values, where="test")[0], Job.of({"method": "qlora"}))
+    job = Job.of({"method": "qlora", "lora_targets": "q_proj,o_proj"})
+    planned = conversion_of(from_config(values, where="test")[0], job)
     assert found == dataclasses.replace(planned, form="fp4" if planned.at_rest else "")
     assert found.stacked == 0 and (found.at_rest > 0) == (found.unadapted > 0) == (values is not LLAMA)
 
@@ -194,7 +195,7 @@ def test_a_plan_says_the_same() -> None:
     notes = notes_of(evaluate(llama, Job.of({"method": "qlora"}), cluster))
     assert [n for n in notes if "% of the weights (8.5 k of 82.2 k) stay in 16 or 32 bits" in n]
     assert not [n for n in notes if "adapter" in n]
-    notes = notes_of(evaluate(mixture, Job.of({"method": "lora"}), cluster))
+    notes = notes_of(evaluate(mixture, Job.of({"method": "lora", "lora_targets": "q_proj"}), cluster))
     assert [n for n in notes if "experts have no adapter" in n]
 
 

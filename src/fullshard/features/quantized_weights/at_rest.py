@@ -249,9 +249,9 @@ class Transposed(ShardSpec):
         """Return this spec unchanged, because no other shape has its elements in this order."""
         return self
 
-    def local_boxes(self) -> Iterator[IntervalBox]:
-        """Yield boxes that cover this rank's elements in the tensor that the ranks of the mesh share."""
-        for box in super().local_boxes():
+    def boxes(self) -> Iterator[IntervalBox]:
+        """Yield boxes that cover this rank's elements in the unsharded tensor."""
+        for box in super().boxes():
             offsets, sizes, strides = (
                 (*dims[:-2], dims[-1], dims[-2]) for dims in (box.offsets, box.sizes, box.strides)
             )

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.comm.mesh import Mesh
-from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, in_whole
+from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes, in_whole
 from fullshard.engine.shard_spec import RaggedShard, RowSpec, ShardSpec
 from fullshard.features.tensor_parallel import torch_private
 from fullshard.wrap.partition import Slot
@@ -146,7 +146,7 @@ class TensorParallelSpec(ShardSpec):
 
     def boxes(self) -> Iterator[IntervalBox]:
         """Yield boxes that cover this rank's elements in the whole tensor."""
-        for box in self.local_boxes():
+        for box in boxes(tuple(self.sharded_shape), self.interval):
             if self.is_chunked:
                 yield from in_whole(box, self.chunking, tuple(self.shape), self._local_shard.rank)
             else:
