@@ -211,6 +211,7 @@ def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> N
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT's, which are wrong
 def test_adapters_on_experts_quantised_at_rest(tmp_path: Path, place: Path) -> None:
     """The command of the page on mixtures of experts, on one rank and on two, and the merge afterwards."""
     from peft import PeftModel

@@ -195,8 +195,9 @@ def test_a_plan_says_the_same() -> None:
     notes = notes_of(evaluate(llama, Job.of({"method": "qlora"}), cluster))
     assert [n for n in notes if "% of the weights (8.5 k of 82.2 k) stay in 16 or 32 bits" in n]
     assert not [n for n in notes if "adapter" in n]
-    notes = notes_of(evaluate(mixture, Job.of({"method": "lora", "lora_targets": "q_proj"}), cluster))
-    assert [n for n in notes if "experts have no adapter" in n]
+    for targets, has_adapters in (("q_proj", False), (None, True)):
+        notes = notes_of(evaluate(mixture, Job.of({"method": "lora", "lora_targets": targets}), cluster))
+        assert bool([n for n in notes if "experts have no adapter" in n]) != has_adapters
 
 
 def test_two_forms_of_one_weight_are_an_error() -> None:
