@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from fullshard.engine.lookup import units_of
 from fullshard.features.quantized_weights.at_rest import CodedBucket
 from fullshard.features.quantized_weights.codecs import codec
 from fullshard.integrations.transformers.at_load import load_sharded
+from fullshard.recipes.model import build_model
 from tests.checkpoint.test_pretrained import _status as memory_status
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
@@ -160,6 +162,14 @@ def test_mxfp4_stays_as_it_is_in_the_files(
         model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path, dtype=dtype, **options)
         assert all(parameter.requires_grad for parameter in model.parameters())
         same_values(model, reference, set())
+
+
+def test_the_train_command_reads_values(tmp_path: Path) -> None:
+    """It trains all weights, which codes cannot be."""
+    tokenizer = UserDict(a=0)  # as long as its vocabulary
+    tokenizer.get_vocab = tokenizer.copy  # type: ignore[attr-defined]
+    model, said = build_model(str(gpt_oss(tmp_path)), tokenizer=tokenizer, seq_len=8, seed=0)
+    assert said.startswith("weights from") and all(p.requires_grad for p in model.parameters())
 
 
 def adapted(model: Any, **targets: Any) -> Any:

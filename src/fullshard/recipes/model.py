@@ -46,7 +46,7 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
     path = Path(source or "config.json")
     if source is not None and (weights_file(path) is not None if path.is_dir() else not path.exists()):
         with own_errors(f"cannot load the model {name}"):
-            loaded = from_pretrained(library.AutoModelForCausalLM, source, dtype=torch.float32)
+            loaded = from_pretrained(library.AutoModelForCausalLM, source, dtype=torch.float32, dequantize=True)
         return loaded, f"weights from {source}"
     torch.manual_seed(seed)
     with own_errors(f"{name} is not a causal language model"):
