@@ -12,21 +12,28 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.checkpoint.bitsandbytes_files import four_bit_sources
 from fullshard.checkpoint.coded_sources import coded_source, partner
+from fullshard.checkpoint.places import places_of
 from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES
 from fullshard.checkpoint.weight_files import TensorSource, json_file, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.forms import CPU_PIECE_NUMEL, FORMS, StoredForm
 from fullshard.core.layout import Interval
+from fullshard.core.sizes import format_count
+from fullshard.features.quantized_weights.quantize import mark
+from fullshard.features.quantized_weights.scales import whole_shape
 
+logger = logging.getLogger(__name__)
 _Sources = Mapping[str, TensorSource]
 
 
@@ -98,6 +105,34 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
         return asked
     config = importlib.import_module("transformers").BitsAndBytesConfig
     return config.from_dict(dict(quantisation)) if isinstance(quantisation, Mapping) else quantisation
+
+
+def keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
+    """Keep weights that the files hold as codes in that form at rest, unless `form` requests another form."""
+    kept: dict[str, int] = {}
+    lost = 0
+    for place in places_of(model):
+        coded = sources[place.name].coded if place.name in sources else None
+        is_in_layer = place.attribute == "weight" and whole_shape(place.module) is not None
+        if coded is None or is_in_layer or form not in (None, coded.form.name):
+            continue
+        if coded.mark is None:
+            lost += place.tensor.numel()
+            continue
+        place.tensor.requires_grad_(False)
+        mark(place.module, place.attribute, coded.mark)
+        kept[coded.form.name] = kept.get(coded.form.name, 0) + place.tensor.numel()
+    title = type(model).__name__
+    for name, numel in kept.items():
+        logger.warning(
+            "%s: %s parameters remain %s, as in the files, and are frozen; dequantize=True reads their values",
+            title, format_count(numel), name,
+        )  # fmt: skip
+    if lost:
+        logger.warning(
+            "%s: %s parameters are codes in the files, in blocks that no form at rest has: their values are read",
+            title, format_count(lost),
+        )  # fmt: skip
 
 
 def _readable_method(said: Any, directory: Path) -> str:

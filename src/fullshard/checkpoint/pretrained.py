@@ -27,6 +27,7 @@ from fullshard.checkpoint.chunks import fill_local, read_across, read_transposed
 from fullshard.checkpoint.coded_files import (
     decoded_sources,
     is_to_be_decoded,
+    keep_codes,
     settings_of_layers,
     stored_values,
     without_quantisation,
@@ -44,10 +45,9 @@ from fullshard.core.forms import StoredForm
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
-from fullshard.core.sizes import format_count
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
 from fullshard.features.quantized_weights.marks import mark_of
-from fullshard.features.quantized_weights.quantize import mark, mark_large
+from fullshard.features.quantized_weights.quantize import mark_large
 from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
@@ -137,7 +137,7 @@ def from_pretrained(
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
         if quantisation is not None and not is_decoded:
-            _keep_codes(model, found.sources, quantize)
+            keep_codes(model, found.sources, quantize)
         if quantization_config is not None:
             quantise_rest(model, freezes=True)
             conversion = conversion_of(model)
@@ -175,34 +175,6 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
         for pattern, kept in plan.items():
             if tensor.is_floating_point() and re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept)
-
-
-def _keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
-    """Keep weights that the files hold as codes in that form at rest, unless `form` requests another form."""
-    kept: dict[str, int] = {}
-    lost = 0
-    for place in places_of(model):
-        coded = sources[place.name].coded if place.name in sources else None
-        is_in_layer = place.attribute == "weight" and whole_shape(place.module) is not None
-        if coded is None or is_in_layer or form not in (None, coded.form.name):
-            continue
-        if coded.mark is None:
-            lost += place.tensor.numel()
-            continue
-        place.tensor.requires_grad_(False)
-        mark(place.module, place.attribute, coded.mark)
-        kept[coded.form.name] = kept.get(coded.form.name, 0) + place.tensor.numel()
-    title = type(model).__name__
-    for name, numel in kept.items():
-        logger.warning(
-            "%s: %s parameters remain %s, as in the files, and are frozen; dequantize=True reads their values",
-            title, format_count(numel), name,
-        )  # fmt: skip
-    if lost:
-        logger.warning(
-            "%s: %s parameters are codes in the files, in blocks that no form at rest has: their values are read",
-            title, format_count(lost),
-        )  # fmt: skip
 
 
 def _untie_what_differs(model: nn.Module, sources: Mapping[str, TensorSource]) -> None:
