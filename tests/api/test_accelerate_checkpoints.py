@@ -122,7 +122,7 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
         accelerator.end_training()
         with pytest.raises(LifecycleError, match="would save this rank's intervals"):
             model.save_pretrained(f"{directory}/ended")
-        with pytest.raises(CheckpointError, match="sharded over 2 ranks, which this process has left"):
+        with pytest.raises(CheckpointError, match="sharded over 2 ranks, but this process has destroyed"):
             checkpoint.full_state_dict(model)
     return weights
 

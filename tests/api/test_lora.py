@@ -393,18 +393,21 @@ def misused(directory: str) -> None:
     for one, state in ((model, model.state_dict()), (base, None), (base, model.state_dict())):
         with pytest.raises(LifecycleError, match="save_pretrained would save this rank's intervals"):
             one.save_pretrained(directory, state_dict=state)
-    with pytest.raises(LifecycleError, match="add_adapter on a sharded"):
+    with pytest.raises(LifecycleError, match="add_adapter cannot be called on a sharded"):
         model.add_adapter("late", LoraConfig(r=2, target_modules="all-linear"))
-    with pytest.raises(LifecycleError, match="adds the initial adapter to the model, and this one is sharded"):
+    with pytest.raises(
+        LifecycleError,
+        match="adds the initial adapter to the model, which is not possible because the model is sharded",
+    ):
         model.save_pretrained(directory, path_initial_model_for_weight_conversion=f"{directory}/initial")
-    with pytest.raises(LifecycleError, match="load_adapter on a sharded"):
+    with pytest.raises(LifecycleError, match="load_adapter cannot be called on a sharded"):
         model.load_adapter(directory, "late")
     injected = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), build())
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         injected = Accelerator(cpu=True).prepare(injected)
     assert "save_model will refuse this model: it contains adapters" in said.getvalue() or dist.get_rank()
-    with pytest.raises(CheckpointError, match="carries adapters inside"):
+    with pytest.raises(CheckpointError, match="contains adapters"):
         Accelerator(cpu=True).save_model(injected, directory)
     with pytest.raises(ConfigError, match="not supported for adapters"):
         Accelerator(cpu=True).save_model(model, directory, safe_serialization=False)
@@ -476,20 +479,20 @@ def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
     for name, content, what in (
         ("base/config.json", b"{", "is not valid JSON"),
         ("base/config.json", b"[]", "is not valid JSON"),
-        ("base/config.json", b'{"hidden_size": 8}', "cannot build a model from it: ValueError"),
+        ("base/config.json", b'{"hidden_size": 8}', "cannot build a model from this file: ValueError"),
         (
             "base/config.json",
             b'{"model_type": "llama", "hidden_size": "x"}',
-            "cannot build a model from it: .*expected int",
+            "cannot build a model from this file: .*expected int",
         ),
         ("adapter/adapter_config.json", b"{", "is not valid JSON"),
         (
             "adapter/adapter_config.json",
             b'{"peft_type": "X"}',
-            "cannot build an adapter for .*base from it: KeyError: 'X'",
+            "cannot build an adapter for .*base from this file: KeyError: 'X'",
         ),
-        ("adapter/adapter_model.safetensors", b"", "claims a header of 0 bytes"),
-        ("adapter/adapter_model.safetensors", weights[:-8], "lies at bytes"),
+        ("adapter/adapter_model.safetensors", b"", "has a header length of 0 bytes"),
+        ("adapter/adapter_model.safetensors", weights[:-8], "is at bytes"),
     ):
         path = tmp_path / name
         whole = path.read_bytes()
@@ -503,7 +506,7 @@ def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
     adapter = shutil.copytree(tmp_path / "adapter", tmp_path / "run" / "step-5")
     with (
         open_merged(tmp_path / "base", adapter) as (merged, _),
-        pytest.raises(CheckpointError, match=f"{tmp_path / 'run'} holds {adapter}, which is being read"),
+        pytest.raises(CheckpointError, match=f"{tmp_path / 'run'} contains {adapter}, which is being read"),
     ):
         write_weights(merged, tmp_path / "run", overwrite=True)
     assert adapter.is_dir()
@@ -550,7 +553,7 @@ def part_of_adapters(directory: str) -> list[str]:
 
 def test_a_file_that_lacks_some_of_the_adapters_is_refused(tmp_path: Path) -> None:
     for elsewhere, message in run_ranks(part_of_adapters, 2, str(tmp_path / "a")):
-        assert "rank 1: " in elsewhere and "a-1 holds no adapter" in elsewhere and "rank 0" not in elsewhere
+        assert "rank 1: " in elsewhere and "a-1 does not contain an adapter" in elsewhere and "rank 0" not in elsewhere
         assert "lacks 4 of the 8 tensors of the adapter 'default': " in message and "v_proj.lora_A" in message
 
 

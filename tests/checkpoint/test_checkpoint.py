@@ -241,7 +241,7 @@ def test_modules_with_extra_state(tmp_path: Path) -> None:
     model: Any = make(0)
     load_checkpoint(path, model=model)
     assert model[1].value == 3
-    with pytest.raises(CheckpointError, match=r"extra state are \[\], saved was that of \['1'\]"):
+    with pytest.raises(CheckpointError, match=r"extra state in the modules \[\], but the checkpoint in \['1'\]"):
         load_checkpoint(path, model=nn.Sequential(nn.Linear(2, 2), nn.Identity()))
 
 
@@ -276,8 +276,8 @@ def test_all_differences_are_listed_and_nothing_changes(saved: Path) -> None:
         "parameter 'inner.3.bias' of the checkpoint is not in the model",
         "buffer '1.running_mean' is not in the checkpoint",
         "buffer 'inner.1.running_var' of the checkpoint is not in the model",
-        "the optimizer is a SGD, saved was a AdamW",
-        "the optimizer has 1 parameter groups, saved were 2",
+        "the optimizer is a SGD, but a AdamW was saved",
+        "the optimizer has 1 parameter groups, but 2 were saved",
         "scaler was not saved",
     ):
         assert line in message
@@ -286,9 +286,9 @@ def test_all_differences_are_listed_and_nothing_changes(saved: Path) -> None:
 
 def test_shapes_and_dtypes_are_not_converted(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "a", model=nn.Linear(3, 2))
-    with pytest.raises(CheckpointError, match=r"'weight' has shape \(2, 4\), saved with \(2, 3\)"):
+    with pytest.raises(CheckpointError, match=r"'weight' has shape \(2, 4\), but was saved with \(2, 3\)"):
         load_checkpoint(path, model=nn.Linear(4, 2))
-    with pytest.raises(CheckpointError, match=r"'weight' is torch.bfloat16, saved as torch.float32"):
+    with pytest.raises(CheckpointError, match=r"'weight' is torch.bfloat16, but was saved as torch.float32"):
         load_checkpoint(path, model=nn.Linear(3, 2).to(torch.bfloat16))
 
 
@@ -300,7 +300,7 @@ def test_ties_may_differ_only_where_no_value_is_lost(tmp_path: Path) -> None:
     assert torch.equal(state["head.weight"], state["embed.weight"])
     apart = save_checkpoint(tmp_path / "apart", model=_sharded(is_tied=False))
     with pytest.raises(
-        CheckpointError, match=r"tied in the model, but saved apart as 'embed.weight' and 'head.weight'"
+        CheckpointError, match=r"tied in the model, but was saved separately as 'embed.weight' and 'head.weight'"
     ):
         load_checkpoint(apart, model=_sharded())
 
@@ -309,7 +309,7 @@ def test_an_optimizer_made_before_sharding_is_refused(tmp_path: Path) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     shard_model(net, unit_modules=[net.inner])
-    with pytest.raises(CheckpointError, match=r"holds \d+ tensors that are not parameters of the model"):
+    with pytest.raises(CheckpointError, match=r"contains \d+ tensors that are not parameters of the model"):
         save_checkpoint(tmp_path / "a", model=net, optimizer=optimizer)
     assert list(tmp_path.iterdir()) == []
 
@@ -329,7 +329,7 @@ def test_unsharded_models_and_bad_limits_are_refused(tmp_path: Path) -> None:
     model = _sharded()
     with unsharded(model), pytest.raises(CheckpointError, match="held unsharded"):
         save_checkpoint(tmp_path / "a", model=model)
-    with pytest.raises(ConfigError, match="total_limit = 0"):
+    with pytest.raises(ConfigError, match="total_limit is 0"):
         save_checkpoint(tmp_path / "a", model=model, total_limit=0)
     for move in (save_checkpoint, load_checkpoint):
         with pytest.raises(ConfigError, match="model: expected a module, got OrderedDict"):
@@ -459,7 +459,7 @@ def test_files_of_another_save_are_refused(saved: Path) -> None:
 
 
 def test_verify_reports_everything(saved: Path) -> None:
-    assert "is whole: 3 files" in str(verify_checkpoint(saved))
+    assert "is valid: 3 files" in str(verify_checkpoint(saved))
     verify_checkpoint(saved).raise_if_damaged()
     (saved / "notes.txt").write_text("?")
     (saved / _FILES[0]).unlink()
@@ -481,7 +481,7 @@ def test_verify_reports_everything(saved: Path) -> None:
         (("optimizer", "groups", 0, "options", "betas", "$"), "x", "option 'betas' of parameter group 0: unknown kind"),
         (("states", "extra", "step"), {"$": "float", "value": "x"}, "extra: a value of the checkpoint cannot be read"),
         (("states", "extra", "step"), {"$": "set", "items": [[]]}, "extra: a value of the checkpoint cannot be read"),
-        (("states", "extra", "step"), {"$": "tensor", "name": "none"}, "lacks 'none'|'none' is in no file"),
+        (("states", "extra", "step"), {"$": "tensor", "name": "none"}, "lacks 'none'|'none' is not in any file"),
     ],
 )
 def test_verify_finds_what_load_refuses(saved: Path, where: Any, value: Any, problem: str) -> None:
@@ -526,7 +526,7 @@ def test_total_limit_keeps_the_newest_and_what_is_not_ours(tmp_path: Path) -> No
 
 def test_an_existing_checkpoint_is_replaced_only_on_demand(saved: Path) -> None:
     model = _sharded()
-    with pytest.raises(CheckpointError, match=r"exists already"):
+    with pytest.raises(CheckpointError, match=r"already exists"):
         save_checkpoint(saved, model=model)
     _load_all(saved)
     save_checkpoint(saved, model=model, overwrite=True)
@@ -680,7 +680,7 @@ def test_another_number_of_objects_is_refused_before_anything_changes(tmp_path: 
 def test_what_is_no_tensor_is_refused_by_name() -> None:
     model = _sharded()
     state = full_state_dict(model) | {"embed.weight": [1.0]}
-    with pytest.raises(CheckpointError, match=r"'embed\.weight' is a tensor, got a list"):
+    with pytest.raises(CheckpointError, match=r"'embed\.weight' must be a tensor, got a list"):
         load_full_state_dict(model, state)
 
 
@@ -688,7 +688,7 @@ def test_a_sharded_tensor_belongs_to_a_model() -> None:
     model = _sharded()
     torchs_own = distribute_tensor(torch.ones(2), cast(DTensor, model.embed.weight).device_mesh)
     for tensor in (model.embed.weight, torchs_own):
-        with pytest.raises(CheckpointError, match="extra/p is a sharded tensor, of which this rank has a part"):
+        with pytest.raises(CheckpointError, match="extra/p is a sharded tensor, and this rank holds only a part"):
             save_checkpoint("unused", model=model, extra={"p": tensor})
     assert not Path("unused").exists()
 

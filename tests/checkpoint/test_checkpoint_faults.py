@@ -241,7 +241,7 @@ def test_a_quota_of_no_bytes(tmp_path: Path, how: str, rank: int) -> None:
 
 def test_a_path_that_cannot_be(tmp_path: Path) -> None:
     messages = run_ranks(_fails, 2, str(tmp_path), "waited", 100, "no directory")
-    _check(tmp_path, messages, "cannot prepare a directory", "Not a directory")
+    _check(tmp_path, messages, "cannot create a directory", "Not a directory")
 
 
 def test_permission_lost() -> None:
@@ -251,7 +251,7 @@ def test_permission_lost() -> None:
     root.chmod(0o755)
     try:
         messages = run_ranks(_fails, 2, str(root), "waited", 100, "permission")
-        _check(root, messages, "cannot prepare a directory", "Permission denied")
+        _check(root, messages, "cannot create a directory", "Permission denied")
     finally:
         shutil.rmtree(root)
 

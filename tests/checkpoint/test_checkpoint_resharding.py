@@ -103,5 +103,5 @@ def test_problems_name_the_elements_and_the_ranks() -> None:
     assert coverage_problems([piece(0, 0, 4), piece(1, 2, 10)], 10) == [
         "elements [2, 4) are held by rank 0 and by rank 1"
     ]
-    assert coverage_problems([piece(3, 0, 11)], 10) == ["rank 3 holds elements [0, 11) of 10"]
+    assert coverage_problems([piece(3, 0, 11)], 10) == ["rank 3 holds elements [0, 11), but the tensor has 10"]
     assert coverage_problems([], 0) == []

@@ -297,7 +297,7 @@ def test_a_background_save_and_parts(server: ObjectServer, bucket: str) -> None:
     pending = prepare_parts(both, parts)
     pending.complete(pending.destination.ranks)
     assert str(latest_checkpoint(f"s3://{bucket}/run")) == both
-    with pytest.raises(CheckpointError, match="an object store cannot replace several models at once"):
+    with pytest.raises(CheckpointError, match="an object store cannot replace several models at the same time"):
         prepare_parts(both, parts, overwrite=True)
 
 

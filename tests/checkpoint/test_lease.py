@@ -47,7 +47,7 @@ def another_job(kind: str, path: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "has it\n"
-            yield rf"{path} is in use: process {holder.pid} on .* has it since \d+ s\nhint"
+            yield rf"{path} is in use: process {holder.pid} on .* reserved it \d+ s ago\nhint"
         finally:
             holder.kill()
 
@@ -186,7 +186,7 @@ def test_a_save_that_replaces_or_removes_is_kept_from_anothers(tmp_path: Path) -
 def test_a_folder_that_cannot_be_made_is_an_own_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder, reason in (("file", "File exists"), ("file/x", "Not a directory")):
-        with pytest.raises(ConfigError, match=f"cannot prepare a directory at {tmp_path}/{folder}: {reason}"):
+        with pytest.raises(ConfigError, match=f"cannot create a directory at {tmp_path}/{folder}: {reason}"):
             lease(tmp_path / folder).__enter__()
 
 

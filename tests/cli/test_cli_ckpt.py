@@ -106,7 +106,7 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
 def test_reshard_consolidate_import_there_and_back(saved: Path, tmp_path: Path) -> None:
     assert "note: random number generators" in _run("reshard", saved, tmp_path / "a", "--world-size", 4).stdout
     assert read_manifest(tmp_path / "a").world_size == 4
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         _run("reshard", saved, tmp_path / "a", "--world-size", 4)
     _run("reshard", saved, tmp_path / "a", "--world-size", 1, "--overwrite")
     assert read_manifest(tmp_path / "a").world_size == 1
@@ -155,7 +155,7 @@ def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
         parts: dict[str, SaveArguments] = {f"part_{part}": {"model": nn.Linear(2, 2)} for part in range(2)}
         pending = prepare_parts(tmp_path / f"step-{step}", parts)
         pending.complete(pending.destination.ranks)
-    assert _run("verify", tmp_path / "step-1").stdout.count("is whole") == 2
+    assert _run("verify", tmp_path / "step-1").stdout.count("is valid") == 2
     with pytest.raises(CheckpointError, match=r"did you mean .*part_1"):
         _run("inspect", tmp_path / "step-1")
     assert _run("inspect", tmp_path / "step-1" / "part_0").exit_code == 0
@@ -166,7 +166,7 @@ def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
     assert "left alone" in _run("prune", tmp_path, "--keep", 1).stdout
     shutil.rmtree(kept / "part_1")
     lost = _run("verify", kept)
-    assert lost.exit_code == 1 and "was saved as one of 2 parts, 1 are there: part_0" in lost.stdout
+    assert lost.exit_code == 1 and "was saved as one of 2 parts, but 1 exist: part_0" in lost.stdout
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -212,13 +212,13 @@ def test_the_current_directory_is_not_replaced(saved: Path, tmp_path: Path, monk
 
 def test_what_the_source_lies_in_is_not_replaced(saved: Path) -> None:
     for words in (("consolidate",), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
-        with pytest.raises(CheckpointError, match=r"holds .*, which is being read: replacing it would remove"):
+        with pytest.raises(CheckpointError, match=r"contains .*, which is being read, and replacing it would remove"):
             _run(*words, str(saved), str(saved.parent), "--overwrite")
     assert saved.is_dir()
 
 
 def test_a_directory_that_is_not_there_is_not_passed_over(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no directory .*/none"):
+    with pytest.raises(ConfigError, match=r"the directory .*/none does not exist"):
         _run("export", saved, tmp_path / "x", "--config-from", tmp_path / "none")
 
 
@@ -237,7 +237,7 @@ def test_checkpoints_of_trainer(tmp_path: Path) -> None:
     save_file({name: tensor + 1 for name, tensor in model.state_dict().items()}, other / "model.safetensors")
     for name in ("checkpoint-1", "checkpoint-2"):
         (tmp_path / name / "config.json").write_text("{}")
-        assert "is whole" in _run("verify", tmp_path / name).stdout
+        assert "is valid" in _run("verify", tmp_path / name).stdout
         assert "config.json" in _run("export", tmp_path / name, tmp_path / f"hf-{name}").stdout
     first, second = (load_file(tmp_path / f"hf-checkpoint-{n}" / "model.safetensors") for n in (1, 2))
     assert torch.equal(first["weight"], model.weight) and torch.equal(second["weight"], model.weight + 1)
@@ -245,11 +245,19 @@ def test_checkpoints_of_trainer(tmp_path: Path) -> None:
     _run("reshard", tmp_path / "checkpoint-1", tmp_path / "ours", "--world-size", 3)
     assert "no difference" in _run("diff", tmp_path / "ours", tmp_path / "checkpoint-1").stdout
     text = _run("prune", tmp_path, "--keep", 1).stdout
-    assert "checkpoint-1: Trainer's" in text and "save_total_limit" in text and (tmp_path / "checkpoint-1").is_dir()
+    assert (
+        "checkpoint-1: it belongs to Trainer" in text
+        and "save_total_limit" in text
+        and (tmp_path / "checkpoint-1").is_dir()
+    )
     (tmp_path / "checkpoint-1" / "part_0").mkdir()
     (tmp_path / "checkpoint-1" / "part_0" / "manifest.json").write_text("{}")
     text = _run("prune", tmp_path, "--keep", 1).stdout
-    assert "checkpoint-1: Trainer's" not in text and "manifest.json" in text and "checkpoint-2: Trainer's" in text
+    assert (
+        "checkpoint-1: it belongs to Trainer" not in text
+        and "manifest.json" in text
+        and "checkpoint-2: it belongs to Trainer" in text
+    )
 
 
 def _llama(directory: Path) -> Any:
@@ -299,7 +307,7 @@ def test_export_is_in_the_form_that_transformers_stores(tmp_path: Path) -> None:
     text = (tmp_path / "base" / "config.json").read_text()
     (tmp_path / "base" / "config.json").write_text(text.replace('"silu"', '"nope"'))
     with pytest.raises(
-        CheckpointError, match=r"config\.json: Transformers .* cannot build a model from it: KeyError: 'nope'"
+        CheckpointError, match=r"config\.json: Transformers .* cannot build a model from this file: KeyError: 'nope'"
     ):
         _run("export", tmp_path / "step-1", tmp_path / "other", "--config-from", tmp_path / "base")
 

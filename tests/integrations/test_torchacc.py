@@ -574,5 +574,5 @@ def test_one_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=r"no file matches nowhere\*\.pth"):
         torchacc.dist.fsdp.consolidate_sharded_model_checkpoints("nowhere")
     torchacc.save({"x": 1}, "plain.pth")
-    with pytest.raises(CheckpointError, match=r"plain\.pth holds no model"):
+    with pytest.raises(CheckpointError, match=r"plain\.pth does not hold a model"):
         torchacc.dist.fsdp.consolidate_sharded_model_checkpoints("plain.pth")

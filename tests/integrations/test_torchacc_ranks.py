@@ -332,7 +332,7 @@ def test_consolidation_refuses_what_is_not_one_save(tmp_path: Path) -> None:
     one, two = tmp_path / "rank-0-of-2.pth", tmp_path / "rank-1-of-2.pth"
     content = two.read_bytes()
     two.unlink()
-    with pytest.raises(CheckpointError, match="files of ranks 0 of 2; expected each rank"):
+    with pytest.raises(CheckpointError, match="files of ranks 0 of 2; expected every rank"):
         consolidate(tmp_path)
     two.write_bytes(one.read_bytes())
     with pytest.raises(CheckpointError, match="files of ranks 0 of 2, 0 of 2; expected"):
@@ -349,7 +349,7 @@ def test_consolidation_refuses_what_is_not_one_save(tmp_path: Path) -> None:
     short = torch.load(two)
     short["model"]["0.weight"] = short["model"]["0.weight"][:-1]
     torch.save(short, two)
-    with pytest.raises(CheckpointError, match=r"0\.weight has 15 elements, its shards"):
+    with pytest.raises(CheckpointError, match=r"0\.weight has 15 elements, but its shards"):
         consolidate(tmp_path, "*-of-2.pth")
 
 

@@ -35,7 +35,7 @@ def is_saved_as_adapters(model: nn.Module) -> bool:
     This is the case for a PEFT model and for a Transformers model that called `add_adapter`.
     """
     adds_itself = hasattr(model, "get_adapter_state_dict") and getattr(model, "_hf_peft_config_loaded", False)
-    return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` tells it nothing
+    return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` does not set the flag
 
 
 def carries_adapters(model: nn.Module) -> bool:
@@ -47,10 +47,10 @@ def carries_adapters(model: nn.Module) -> bool:
 
 
 HOW_TO_SAVE_INNER = (
-    "add them with peft.get_peft_model, whose model is merged on the way; or save what "
-    "get_peft_model_state_dict(model, state_dict=fullshard.checkpoint.full_state_dict(model)) gives"
+    "add them with peft.get_peft_model, so that they are merged during the save; or save the result of "
+    "get_peft_model_state_dict(model, state_dict=fullshard.checkpoint.full_state_dict(model))"
 )
-"""Adapters that a model carries inside."""
+"""Hint for models that contain adapters but are not PEFT models."""
 
 
 def save_adapters(path: str | Path, model: nn.Module) -> None:
@@ -93,7 +93,7 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
         return found
 
     with prompts_whole(model):
-        asked = ranks.on_rank_0("asking PEFT what belongs to the adapters", ask)
+        asked = ranks.on_rank_0("asking PEFT for the tensors of the adapters", ask)
     wanted: dict[str, list[str]] = ranks.broadcast(asked)
     return wanted
 
@@ -159,7 +159,10 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
 
     def read(directory: Path, adapter: object) -> Any:
         if not (directory / "adapter_config.json").is_file():
-            raise CheckpointError(f"{directory} holds no adapter", hint=f"expected the adapter {adapter!r} there")
+            raise CheckpointError(
+                f"{directory} does not contain an adapter",
+                hint=f"use a directory that holds the adapter {adapter!r}",
+            )
         return peft.load_peft_weights(str(directory), device="cpu")
 
     names: Any = model.peft_config if is_adapted(model) else model.active_adapters()  # type: ignore[operator]
@@ -167,16 +170,18 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
         directory = Path(path) if adapter == "default" or not is_adapted(model) else Path(path) / adapter
         config: Any = model.peft_config[adapter]  # type: ignore[index]
         weights = ranks.together(f"reading {directory}", functools.partial(read, directory, adapter))
-        if not is_adapted(model):  # names in files begin with PEFT's module, which it lacks
+        if not is_adapted(model):  # names in files start with PEFT's module, which this model does not have
             weights = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
         with prompts_whole(model, writeback=True):
             result = peft.set_peft_model_state_dict(model, weights, adapter_name=adapter)
-        if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has put it into the encoder
-            raise CheckpointError(f"{directory}: the model has no place for {', '.join(result.unexpected_keys)}")
+        if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has already put it into the encoder
+            raise CheckpointError(
+                f"{directory}: the model has no parameters for the tensors {', '.join(result.unexpected_keys)}"
+            )
         own = {name for name in wanted[adapter] if adapter in name.split(".")}  # the rest is the base's
         if missing := sorted(own.intersection(map(clean_name, result.missing_keys))):
             raise CheckpointError(
                 f"{directory} lacks {len(missing)} of the {len(own)} tensors of the adapter {adapter!r}: "
                 f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-                hint="it was saved with other target_modules; make the adapters as they were",
+                hint="create the adapter with the same target_modules that it was saved with",
             )

@@ -17,7 +17,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.features.averages import EMA
 
 AVERAGES = "averages"
-"""Among the states of a manifest: the keys of those that it has."""
+"""Name of the manifest state that lists the keys of the stored averages."""
 
 
 def averages_in(objects: Iterable[object]) -> list[EMA]:
@@ -32,15 +32,15 @@ def average_entries(
     averages = averages_in(objects)
     if averages and optimizer is None:
         raise CheckpointError(
-            "a moving average of the weights is stored with the optimizer's state, and there is no optimizer",
-            hint="save it with optimizer=, or under `with ema.swapped()` as the weights",
+            "a moving average of the weights is stored with the optimizer's state, but no optimizer was passed",
+            hint="pass optimizer=, or save the average as the weights under `with ema.swapped()`",
         )
     taken = {key for state in (optimizer.state.values() if optimizer is not None else ()) for key in state}
     for average in averages:
         if average.key in taken:
             raise CheckpointError(
-                f"two averages, or an average and the optimizer's state, are both called {average.key!r}",
-                hint="give each a name: EMA(model, decay, key=...)",
+                f"the key {average.key!r} is used by two averages, or by an average and the optimizer's state",
+                hint="use a different key for each average: EMA(model, decay, key=...)",
             )
         taken.add(average.key)
         for local, held in average_tensors(average, parameters):
@@ -54,7 +54,7 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
     pairs = [(local, held[id(local.tensor)]) for local in parameters if id(local.tensor) in held]
     if len(pairs) != len(held):
         raise CheckpointError(
-            f"an average of {len(held)} parameters, of which the model has {len(pairs)}",
+            f"the average has {len(held)} parameters, but only {len(pairs)} of them belong to the model",
             hint="save each average with its own model",
         )
     yield from pairs
@@ -72,8 +72,8 @@ def average_records(
         name = primary.get(local.name, local.name)
         record = saved.get(name, {}).get(average.key)
         if not isinstance(record, StateTensorRecord):
-            problems.append(f"no {average.key!r} of {name!r} was saved")
+            problems.append(f"{average.key!r} of {name!r} was not saved")
         elif record.dtype != stored_dtype(held, where=name):
-            problems.append(f"{average.key!r} of {name!r} is {held.dtype}, saved as torch.{record.dtype}")
+            problems.append(f"{average.key!r} of {name!r} is {held.dtype}, but was saved as torch.{record.dtype}")
         else:
             yield f"{name}/{average.key}", local, record, held

@@ -90,7 +90,7 @@ class AsyncSaver:
             self._background = self._ranks.apart()
         self._path, self._error = pending.destination.final, None
         self._thread = threading.Thread(target=self._write, args=(pending, self._background), name="fullshard-save")
-        # Not a daemon: an interpreter that ends waits for it. Only then it looks for an unread error.
+        # Not a daemon, so that the interpreter waits for it at exit before `_report` looks for an unread error.
         atexit.register(self._report)
         _WRITING.add(self._thread)
         if isinstance(self._path, ObjectPath):
@@ -143,7 +143,7 @@ class AsyncSaver:
     def _write(self, pending: Pending, ranks: Ranks) -> None:
         try:
             pending.complete(ranks)
-        except BaseException as error:  # whatever it is, it belongs to the thread that asked for the save
+        except BaseException as error:  # raised later in the thread that started the save
             self._error = error
 
     def _report(self) -> None:
@@ -152,7 +152,7 @@ class AsyncSaver:
             return
         sys.stdout.flush()
         print(f"fullshard: the checkpoint {self._path} was not saved: {self._error}", file=sys.stderr, flush=True)  # noqa: T201
-        os._exit(1)  # an exception here would be printed, and the exit code be 0 nevertheless
+        os._exit(1)  # an exception here would be printed, but the exit code would still be 0
 
 
 def _wait_for_all() -> None:

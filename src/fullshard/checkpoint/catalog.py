@@ -77,17 +77,17 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
     should look at them first.
     """
     if keep < 1:
-        raise ConfigError(f"keep = {keep} would leave no checkpoint", hint="use 1 or more")
+        raise ConfigError(f"keep is {keep}, which would leave no checkpoint", hint="use 1 or more")
     whole, damaged = [], []
     for directory in [path for path in entries_of(root) if path.is_dir()]:
         if directory.name.startswith((TEMP_PREFIX, OLD_PREFIX)):
-            damaged.append((directory, "left by a save that was killed, or a save under way"))
+            damaged.append((directory, "it is from a save that was killed or is still running"))
             continue
         parts, problem = _checkpoint_in(directory)
         if parts:
             problem = next(iter(_problems(parts, thorough=thorough)), "")
         elif not problem and trainer_state(directory) != directory:
-            problem = "Trainer's, which may be its best: save_total_limit removes old ones"
+            problem = "it belongs to Trainer and may be its best checkpoint; use save_total_limit to remove old ones"
         if problem:
             damaged.append((directory, problem))
         elif parts:

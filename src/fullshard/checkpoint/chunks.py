@@ -18,7 +18,7 @@ def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None
 
     `read` fills a tensor of shape (m,) with an interval of the full tensor, flattened row by row.
     """
-    plain = local.held.contiguous()  # a copy if its memory is in another order
+    plain = local.held.contiguous()  # a copy if its memory layout differs
     read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
     if plain.data_ptr() != local.held.data_ptr():
         local.held.copy_(plain)
@@ -116,7 +116,7 @@ def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset:
                 continue
             sizes = replaced(wanted.sizes, dim, high - low)
             inside = replaced(wanted.offsets, dim, low - whole + inner)
-            # The least that is contiguous in the chunk: whole slices of all dims after the first of several elements.
+            # The smallest contiguous range in the chunk: full slices of all dims after the first with several elements.
             split = next((d for d, size in enumerate(sizes) if size > 1), len(sizes) - 1)
             covering = (*sizes[: split + 1], *held[split + 1 :])
             corner = (*inside[: split + 1], *(0 for _ in held[split + 1 :]))

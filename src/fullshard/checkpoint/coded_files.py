@@ -53,9 +53,9 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
     method = _readable_method(said, directory)
     if asked is not None and _method(asked) != method:
         raise ConfigError(
-            f"quantization_config is a {type(asked).__name__}, but the weights in {directory} are quantised already "
+            f"quantization_config is a {type(asked).__name__}, but the weights in {directory} are already quantised "
             f"({method})",
-            hint="leave it out: weights keep the form of the files; quantize=... gives them another",
+            hint="leave it out to keep the form of the files, or use quantize=... for another form",
         )
     del config.quantization_config
     return config, said
@@ -98,8 +98,8 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
         return None
     if not is_wanted and asked is not None:
         raise ConfigError(
-            "quantization_config asks for bitsandbytes' layers, which quantize and dequantize replace",
-            hint="leave it out, or those",
+            "quantization_config requests bitsandbytes' layers, but quantize or dequantize replaces these layers",
+            hint="pass either quantization_config, or quantize or dequantize",
         )
     if not is_wanted or asked is not None:
         return asked
@@ -139,9 +139,9 @@ def _readable_method(said: Any, directory: Path) -> str:
     method, is_8bit = _method(said), _setting(said, "load_in_8bit")
     if is_8bit or method not in (*_READERS, "bitsandbytes"):
         raise ConfigError(
-            f"the weights in {directory} are quantised already ({method}{', 8 bits' if is_8bit else ''})",
-            hint=f"of such files {', '.join(_READERS)} and 4 bits of bitsandbytes can be read; take the model as it "
-            "was before",
+            f"the weights in {directory} are already quantised ({method}{', 8 bits' if is_8bit else ''})",
+            hint=f"use the unquantised model; of quantised files, only {', '.join(_READERS)} and bitsandbytes' 4 bits "
+            "can be read",
         )
     return method
 
@@ -184,12 +184,12 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
             codes = partner(stored, name, key)
             if codes.dtype is not torch.float8_e4m3fn:
                 raise CheckpointError(
-                    f"{codes.where}: {name} is of {codes.dtype}, expected torch.float8_e4m3fn, because there is {key}"
+                    f"{codes.where}: {name} has dtype {codes.dtype}, expected torch.float8_e4m3fn because of {key}"
                 )
             found[name] = _fp8_source(name, codes, source, block)
         elif source.dtype in _FLOATS_OF_8_BITS:
             partner(stored, f"{key}_scale_inv", key)
-        elif not key.endswith(".activation_scale"):  # values are computed with, not codes
+        elif not key.endswith(".activation_scale"):  # the layers compute with values, so this scale is not used
             found[key] = source
     return found
 
@@ -204,10 +204,10 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
     grid = (*others, -(-rows // height), -(-columns // width))
     if scales.numel != math.prod(grid) or (block is not None and scales.shape != grid):
         raise CheckpointError(
-            f"{scales.where}: {name} has shape {codes.shape} and {name}_scale_inv {scales.shape}, expected {grid} of "
+            f"{scales.where}: {name} has shape {codes.shape} and {name}_scale_inv {scales.shape}, expected {grid} for "
             f"blocks of {height} x {width}"
         )
-    # In the order of the elements, so many share a scale, whatever row and block they are in.
+    # The length of runs of consecutive elements that share a scale, in any row and block.
     run = math.gcd(columns, width, CPU_PIECE_NUMEL)
     form = FORMS["fp8"]
     if run % form.block:
@@ -242,4 +242,4 @@ def _read_spread(
 
 _FLOATS_OF_8_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}
 _READERS: dict[str, Callable[[_Sources, Any], dict[str, TensorSource]]] = {"mxfp4": _mxfp4, "fp8": _fp8}
-"""How the files of each `quant_method` that can be read hold weights."""
+"""Readers for the file format of each supported `quant_method`."""

@@ -44,7 +44,7 @@ class CodedTensor:
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
         """Encode `values` and overwrite the codes and scales in place."""
-        # Where the scales are: codes in paged memory pass for the host's.
+        # On the device of the scales, because codes in paged memory look like host memory.
         codes, scales = encode(
             values.to(self.scales.device, torch.float32), self.book, bits=self.record.bits, block=self.record.block
         )
@@ -91,9 +91,9 @@ def _of_bitsandbytes(key: str, codes: torch.Tensor, scales: Any, book: Any) -> C
     if codes.ndim != 1 or scales is None or book is None or tuple(scales.shape) != (blocks,):
         shape = None if scales is None else tuple(scales.shape)
         raise CheckpointError(
-            f"optimizer state {key!r} has codes of shape {tuple(codes.shape)} and scales of shape {shape}, expected a "
-            f"row of codes with one scale for every {_BITSANDBYTES_BLOCK}",
-            hint="use bitsandbytes' Adam, AdamW, AdEMAMix, Lion, SGD, RMSprop or Adagrad in 8 bits",
+            f"optimizer state {key!r} has codes of shape {tuple(codes.shape)} and scales of shape {shape}; expected a "
+            f"1-D tensor of codes with one scale for every {_BITSANDBYTES_BLOCK} codes",
+            hint="use bitsandbytes' 8-bit Adam, AdamW, AdEMAMix, Lion, SGD, RMSprop or Adagrad",
         )
     record = CodeRecord(dtype="uint8", bits=8, block=_BITSANDBYTES_BLOCK, book=book.numel())
     return CodedTensor(codes, scales, book, record, torch.float32)

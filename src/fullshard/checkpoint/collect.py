@@ -169,7 +169,7 @@ class RankWriter:
             return write_tensors(path, tensors, rank_metadata(self.store.save_id, self.rank))
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{path.parent}, which rank 0 made, is not there for rank {self.rank}",
+                f"rank 0 created {path.parent}, but it does not exist for rank {self.rank}",
                 hint="save to a directory that all hosts share",
             ) from error
         except OSError as error:
@@ -214,14 +214,14 @@ class RankWriter:
             *manifest.parameters,
             *manifest.buffers,
         }
-        problems = [f"rank 0 does not know {name!r}, which another rank saved" for name in sorted(unknown)]
+        problems = [f"another rank saved {name!r}, which rank 0 does not have" for name in sorted(unknown)]
         problems += structure_problems(manifest)
         sizes = sizes_in(self.store.directory, manifest.files) if is_shared else {}
         for name, record in manifest.files.items() if is_shared else ():
-            # proof that all ranks wrote into the same directory, not each into one of the same name
+            # ensures that all ranks wrote into the same directory, not into different ones with the same name
             if sizes.get(name) != record.nbytes:
                 problems.append(
-                    f"rank 0 does not see {name} of {record.nbytes} bytes: do all hosts share the directory?"
+                    f"rank 0 cannot find {name} with {record.nbytes} bytes; check that all hosts share the directory"
                 )
         if problems:
             raise CheckpointError("the ranks did not save a complete state:\n" + "\n".join(problems))
@@ -302,7 +302,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
         return StateReport(record=coded)
     tensor: torch.Tensor = entry.value
     start, stop = (interval.start, interval.stop) if entry.layout == "interval" else (0, tensor.numel())
-    # Without validation, which training would wait for and rank 0 does when the reports reach it.
+    # Skip validation, which would delay training; rank 0 validates the reports it receives.
     piece = PieceRecord.model_construct(rank=rank, start=start, stop=stop)
     return StateReport.model_construct(
         record=StateTensorRecord.model_construct(

@@ -25,7 +25,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.engine.lookup import clean_name
 
 _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-"""Names in old checkpoints, and what they are called today; later versions of Transformers have a rule for them."""
+"""Names in old checkpoints and their current names. Later versions of Transformers have rules for them."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,15 @@ class Group:
         return {pattern: [n for p, n in self.takes if p == pattern] for pattern, _ in self.takes}
 
     def _apply(self, taken: Iterable[tuple[str, str, torch.Tensor]], outline: Outline) -> dict[str, torch.Tensor]:
-        rule = copy.deepcopy(self.rule)  # it keeps its inputs
+        rule = copy.deepcopy(self.rule)  # a rule stores its inputs
         for pattern, name, tensor in taken:
             rule.add_tensor(self.first, name, pattern, tensor)
         try:
             made = rule.convert(self.first, model=outline, config=outline.config)
         except (KeyError, ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{outline.title}: Transformers' rule for {self.first} ({self.rule.operations}) does not fit "
-                f"{', '.join(name for _, name in self.takes[:8])}: {error}"
+                f"{outline.title}: Transformers' rule for {self.first} ({self.rule.operations}) cannot convert "
+                f"{', '.join(name for _, name in self.takes[:8])}: {error}",
             ) from error
         single = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
         return {_renamed(name, self.renamings): tensor for name, tensor in single.items()}
@@ -145,7 +145,7 @@ class Rules:
             name, pattern = self._converted(_renamed(key, self._renamings))
             name = self._prefixed(name)
             if name not in known and key in known:
-                name, pattern = self._prefixed(key), None  # the files hold it as it is in memory
+                name, pattern = self._prefixed(key), None  # the files hold the form that is used in memory
             if pattern is not None and name in known:
                 groups.setdefault(name, Group(self._by_pattern[pattern], name)).takes.append((pattern, key))
             elif name not in known:
@@ -208,7 +208,7 @@ def saving_rules(model: nn.Module, outline: Outline) -> Rules:
         transforms = [
             transform
             for transform in mapping.get_model_conversion_mapping(model, add_legacy=False)
-            # A model that was never loaded does not show whether it would have had such a prefix.
+            # If the model was not loaded from files, it is unknown whether the prefix applies.
             if type(transform).__name__ != "PrefixChange"
         ]
     return Rules(outline, [transform.reverse_transform() for transform in reversed(transforms)])

@@ -76,11 +76,14 @@ class MemoryCopies:
     def __init__(self, max_lost_steps: int | None = None, *, say: Callable[[str], None] | None = None) -> None:
         self.max_lost_steps = int(MAX_LOST_STEPS.read() or 0) if max_lost_steps is None else max_lost_steps
         if self.max_lost_steps < 1:
-            raise ConfigError(f"max_lost_steps = {self.max_lost_steps}", hint="use 1 or more")
+            raise ConfigError(
+                f"max_lost_steps is {self.max_lost_steps}, but it must be at least 1",
+                hint="use 1 or more",
+            )
         self.directory = find_copies_directory()
         if not may_be_started_again():
             raise ConfigError(
-                f"max_lost_steps = {self.max_lost_steps}, and nothing starts the processes again",
+                f"max_lost_steps is {self.max_lost_steps}, but the launcher will not restart the processes",
                 hint="add --max_restarts N, or --nnodes MIN:MAX",
             )
         environment = read_rank_environment()
@@ -89,7 +92,7 @@ class MemoryCopies:
         self._saver = AsyncSaver()
         self._ranks: Ranks | None = None
         self._begun = self._due = 0
-        self._copied: int | None = None  # the step whose copy counts
+        self._copied: int | None = None  # the step of the latest complete copy
 
     def after_step(self, step: int, **arguments: Unpack[SaveArguments]) -> None:
         """Start a copy if one is due, and wait for it if too many steps would be at risk. A collective.
@@ -130,9 +133,9 @@ class MemoryCopies:
             try:
                 found, loaded = _load_from(self.directory / name, data, ranks, self._hosts, parts), name
             except DamagedError as error:
-                self._tell(f"the copy {name} in host memory is passed over: {error}")
+                self._tell(f"skipping the copy {name} in host memory: {error}")
                 continue
-            self._tell(f"copies in host memory: found, proved and loaded in {time.perf_counter() - began:.2f} s")
+            self._tell(f"copies in host memory: found, verified and loaded in {time.perf_counter() - began:.2f} s")
             self._copied = int(found["step"])
             self._due = self._copied + 1
             break
@@ -170,7 +173,7 @@ class MemoryCopies:
         if not self._begun and hosts.rank == 0:
             most = self.max_lost_steps
             JOURNAL.note(Happening.COPY, step=step, nbytes=nbytes, max_lost_steps=most)
-            self._say(f"copies in host memory: {format_nbytes(nbytes)} per host; a kill undoes {most} steps at most")
+            self._say(f"copies in host memory: {format_nbytes(nbytes)} per host; a kill undoes at most {most} steps")
         self._begun, self._due = step, step + max(1, self.max_lost_steps // 2)
 
     def _make_room(self, directory: Path, nbytes: int) -> None:
@@ -183,7 +186,7 @@ class MemoryCopies:
         free = min(shutil.disk_usage(self.directory).free, available_host_memory())
         if free < needed:
             raise CheckpointError(
-                f"{self.directory.parent} and host memory have {format_nbytes(free)} left, and copies of the state "
+                f"{self.directory.parent} and host memory have {format_nbytes(free)} left, but copies of the state "
                 f"need {format_nbytes(needed)}",
                 hint="give the container more shared memory, use fewer ranks per host, or leave max_lost_steps out",
             )
@@ -246,7 +249,10 @@ def transfers(
         first = host * hosts.per_host
         wants = set().union(*wanted[first : first + hosts.per_host])
         for number, name in enumerate(sorted(name for name in wants if host not in held[name])):
-            there, local = held[name][host % len(held[name])], number % hosts.per_host  # not all from the same one
+            there, local = (
+                held[name][host % len(held[name])],
+                number % hosts.per_host,
+            )  # spread over all hosts that have it
             found.append((name, there * hosts.per_host + local, first + local))
     return found
 
@@ -314,7 +320,9 @@ def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, part
             if not texts:
                 held.setdefault(name, []).append(hosts.host_of(rank))
     if missing := sorted(manifest.files.keys() - held.keys()):
-        raise DamagedError("; ".join([f"{missing[0]} ({len(missing)} in all) is whole on no host", *damaged[:1]]))
+        raise DamagedError(
+            "; ".join([f"no host has an intact copy of {missing[0]} ({len(missing)} such files in all)", *damaged[:1]])
+        )
 
     def bring(manifest: Manifest, kinds: Sequence[str], files: Set[str]) -> None:
         moves = transfers(ranks.everywhere(sorted(files)), held, hosts)
@@ -330,12 +338,12 @@ def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, part
 
         def prove() -> None:
             for name in coming:
-                (directory / f"{name}.arriving").replace(directory / name)  # maybe of a damaged one
+                (directory / f"{name}.arriving").replace(directory / name)  # may replace a damaged file
                 if problems := problems_of_file(directory / name, manifest):
                     raise DamagedError(problems[0])
             _seal(directory, data, hosts)
 
-        ranks.together("proving copies from other hosts", prove, kind=DamagedError)
+        ranks.together("verifying copies from other hosts", prove, kind=DamagedError)
 
     return load_proved(directory, data, ranks, bring, parts)
 
@@ -347,7 +355,7 @@ def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple
         try:
             mine[path.name] = read_manifest(path).saved_at
         except CheckpointError:
-            continue  # never sealed here, or damaged; another host has a manifest if it counts
+            continue  # not sealed here, or damaged; if the copy is valid, another host has its manifest
     everywhere = ranks.everywhere(mine)
     found = {name: saved_at for names in everywhere for name, saved_at in names.items() if saved_at > newer_than}
     for name in sorted(found, key=lambda name: found[name], reverse=True):
@@ -377,7 +385,7 @@ def _new_file(path: Path, nbytes: int) -> Bytes:
             os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
         raise CheckpointError(
-            f"{path.parent} has no room for {format_nbytes(nbytes)} more: {error.strerror}"
+            f"{path.parent} does not have room for another {format_nbytes(nbytes)}: {error.strerror}"
         ) from error
     return _file(path)
 

@@ -34,7 +34,7 @@ def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
 def dtype_called(code: str) -> torch.dtype:
     """Return the dtype that safetensors calls `code`. Raises `CheckpointError` if the code is unknown."""
     if code not in NAMES:
-        raise CheckpointError(f"unknown dtype {code!r} in a data file")
+        raise CheckpointError(f"a data file uses the unknown dtype {code!r}")
     dtype: torch.dtype = getattr(torch, NAMES[code])
     return dtype
 
@@ -48,7 +48,8 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """Return the elements of a tensor as bytes in host memory, as a view if possible and as a copy otherwise."""
     if wraps_others(tensor):
         raise CheckpointError(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and has no bytes of its own",
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and does not have bytes "
+            "that can be stored",
             hint="convert it to a plain tensor first, or use torch.distributed.checkpoint",
         )
     flat = tensor.detach().reshape(-1).cpu().contiguous()

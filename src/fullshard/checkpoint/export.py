@@ -106,7 +106,7 @@ class Batch:
 
 
 _Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
-"""Files in order: of each what to gather, and the tensors made of that which go into it, in the order of the file."""
+"""Files in order, each with the batches to gather and the resulting tensors that it stores, in storage order."""
 
 
 class SavedLayout:
@@ -147,7 +147,7 @@ class SavedLayout:
             return cls(merged.base, merged.sources, cast=cast, merged=merged)
         if carries_adapters(model):
             raise CheckpointError(
-                f"{type(model).__name__} carries adapters inside, whose names no plain model has",
+                f"{type(model).__name__} contains adapters, so its parameter names are not those of a plain model",
                 hint=HOW_TO_SAVE_INNER,
             )
         return cls(model, local_tensors(model), cast=cast)
@@ -162,7 +162,7 @@ class SavedLayout:
 
     def _gather(self, source: LocalTensor) -> Callable[[], torch.Tensor]:
         if self.merged is None:
-            whole = full_tensor(source, self._cast)  # fewer bytes are sent, and the result is the same
+            whole = full_tensor(source, self._cast)  # casting first sends fewer bytes, with the same result
             return lambda: whole
         merged = self.merged
         wholes = {id(part): full_tensor(merged.local(part)) for part in merged.parts(source)}

@@ -31,23 +31,23 @@ from fullshard.core.forms import FORMS
 from fullshard.core.layout import Interval
 
 FORMAT_VERSION = 4
-"""The newest that is read. Written is the oldest that does: 2 of tensors that tensor parallelism has cut, 3 of files
-that carry the name of their save, 4 of weights that are stored as codes. Every older version stays readable."""
+"""The newest version that can be read; all older ones can be read too. A save writes the oldest sufficient version: 2
+for tensors split by tensor parallelism, 3 for file names with the id of the save, 4 for weights stored as codes."""
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 2**30
 """The limit of the memory that a reader allocates for a manifest."""
 TRAINER_STATE = "training_state"
-"""Directory in a `checkpoint-N` of Trainer's that holds what resumes the training: a checkpoint of ours."""
+"""Directory in a Trainer `checkpoint-N` that contains the fullshard checkpoint for resuming the training."""
 
 _PART_PREFIX = "part_"
-"""A directory of `part_0`, `part_1`, ... holds a checkpoint for each of several models."""
+"""Prefix of the directories `part_0`, `part_1`, ..., each with the checkpoint of one of several models."""
 _DATA_FILE = re.compile(r"(model|optimizer|state)-rank[0-9]{5,}(\.[0-9a-f]{16})?\.safetensors")
 _FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
 _YEAR_9000 = 221_845_392_000.0
-"""Seconds since 1970: later than any time that can be written as a date everywhere."""
+"""Seconds since 1970. Later times cannot be formatted as a date on every system."""
 CHUNK_NBYTES = 4 * 2**20
-"""Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
+"""Bytes per checksum: small, because a rank reads a full chunk to verify one element, but not too many per terabyte."""
 
 DTYPES: dict[str, str] = {
     "float64": "F64",
@@ -70,13 +70,13 @@ DTYPES: dict[str, str] = {
 """torch's dtype name -> its name in safetensors."""
 
 NAMES = {code: name for name, code in DTYPES.items()} | {"F8_E8M0": "float8_e8m0fnu"}
-"""The way back; the last is only read: scales that are powers of two."""
+"""safetensors name -> torch's dtype name. The last entry, for scales that are powers of two, is only read."""
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
 Kind = Literal["model", "optimizer"]
-"""The kind of a file: whose tensors it holds."""
+"""The kind of a data file."""
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-_Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # strict: `true` is no number
+_Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # strict: `true` is not a number
 _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 _Few = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 _Shape = Annotated[tuple[_Natural, ...], Field(max_length=64)]
@@ -128,7 +128,7 @@ class CodeRecord(_Record):
     def _every_code_has_a_value(self) -> CodeRecord:
         expected = 2**self.bits if self.dtype == "uint8" else 0
         if self.book != expected:
-            raise ValueError(f"a book of {self.book} values for codes of {self.bits} bits, expected {expected}")
+            raise ValueError(f"the book has {self.book} values for codes of {self.bits} bits, expected {expected}")
         return self
 
 
@@ -146,7 +146,7 @@ class FormRecord(_Record):
     @model_validator(mode="after")
     def _is_known(self) -> FormRecord:
         if self.form not in FORMS:
-            raise ValueError(f"the unknown form {self.form!r}")
+            raise ValueError(f"the form {self.form!r} is unknown")
         return self
 
     def __str__(self) -> str:
@@ -213,7 +213,9 @@ class TensorRecord(_Record):
         if self.numel >= 2**63:
             raise ValueError(f"{self.numel} elements")
         if tiles is not None and (tiles.dim >= len(self.shape) or self.shape[tiles.dim] % tiles.groups):
-            raise ValueError(f"{tiles.groups} groups of tiles along dim {tiles.dim} of a tensor of shape {self.shape}")
+            raise ValueError(
+                f"the {tiles.groups} groups of tiles along dim {tiles.dim} do not divide a tensor of shape {self.shape}"
+            )
         return self
 
     @property
@@ -394,7 +396,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint could not be loaded again: {error}",
-            hint="nest lists, tuples and dicts of `extra` and of state_dict() less deeply",
+            hint="use fewer levels of nested lists, tuples and dicts in `extra` and in state_dict()",
         ) from None
     return _PREFIX + f"{google_crc32c.value(body):08x}".encode() + _MIDDLE + body + _SUFFIX
 
@@ -415,7 +417,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise CheckpointError(
-            f"{where} has format version {version!r}, this fullshard reads 1 to {FORMAT_VERSION}",
+            f"{where} has format version {version!r}, but this version of fullshard reads 1 to {FORMAT_VERSION}",
             hint="update fullshard",
         )
     try:
@@ -442,6 +444,6 @@ def read_manifest_bytes(directory: Location) -> bytes:
             return begin + file.read()
     except OSError as error:
         raise CheckpointError(
-            f"{directory} holds no complete checkpoint: {MANIFEST_NAME} cannot be read ({error.strerror})",
-            hint="latest_checkpoint(parent) names the newest valid one",
+            f"{directory} does not hold a complete checkpoint: {MANIFEST_NAME} cannot be read ({error.strerror})",
+            hint="call latest_checkpoint(parent) to find the newest valid checkpoint",
         ) from None

@@ -35,7 +35,7 @@ def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.T
 
 
 ALONE_SECONDS = 10.0
-"""After this time without the other ranks, a saving rank counts as alone: between steps none is so far behind."""
+"""A rank counts as saving alone if the others do not follow in this time. Between steps no rank is so far behind."""
 
 
 def gather_when_all_save(model: nn.Module) -> None:
@@ -55,8 +55,8 @@ def gather_when_all_save(model: nn.Module) -> None:
         if kwargs.get("path_initial_model_for_weight_conversion") is not None:
             raise LifecycleError(
                 "save_pretrained(path_initial_model_for_weight_conversion=...) adds the initial adapter to the model, "
-                "and this one is sharded",
-                hint="save without it, and convert what was saved in one process",
+                "which is not possible because the model is sharded",
+                hint="save without this argument, and convert the saved adapter in a single process",
             )
         may_be_alone = kwargs.get("state_dict") is None and "is_main_process" not in kwargs and dist.is_initialized()
         if may_be_alone and not _is_whole_here(model) and all_come("save_pretrained", ALONE_SECONDS):
@@ -137,7 +137,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     if not keep:
         return {}
     whole |= {name: module.get_extra_state() for name, module in _extra_states(model).items()}
-    # Entries that a module itself adds to its state dict (its quantisation, say) are the same on every rank.
+    # Entries that modules add to their state dicts (for example about quantisation) are the same on every rank.
     return {clean_name(name): whole.get(clean_name(name), value) for name, value in model.state_dict().items()}
 
 
@@ -162,8 +162,8 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
 
     def refuse(module: nn.Module, _inputs: object) -> None:
         raise LifecycleError(
-            f"{user_class(module).__name__} is sharded, and was called while one rank saves the model",
-            hint="compute what you save beforehand, on every rank",
+            f"{user_class(module).__name__} is sharded, and its forward was called while one rank saves the model",
+            hint="compute the values to save beforehand, on every rank",
         )
 
     hooks = [module.register_state_dict_post_hook(put_in) for module in model.modules()]
@@ -269,7 +269,7 @@ def match_names(
         if not present:
             missing.append(local.name)
         elif not isinstance(value := state_dict[present[0]], torch.Tensor):
-            problems.append(f"{local.name!r} is a tensor, got a {type(value).__name__}")
+            problems.append(f"{local.name!r} must be a tensor, got a {type(value).__name__}")
         elif tuple(value.shape) != local.shape:
             problems.append(f"{local.name!r} has shape {local.shape}, got {tuple(value.shape)}")
     missing += [name for name in extra if name not in given]

@@ -32,15 +32,15 @@ from fullshard.core.process import this_machine
 
 LEASE_NAME = ".lease.json"
 _LONGEST_NBYTES = 1 << 16
-"""A longer file is no lease."""
+"""A longer file is not a lease."""
 RENEWED_EVERY_SECONDS = 10.0
 LASTS_SECONDS = 60.0
-"""How long a lease in an object store is watched: several renewals, for stores are slow at times."""
+"""How long a lease in an object store is watched. This allows several renewals, because stores can be slow."""
 _TRIES, _TRY_AGAIN_SECONDS = 5, 0.05
-"""Somebody who only looks whether a file is locked locks it for a moment."""
+"""Retries are needed because a process that only checks whether a file is locked locks it briefly."""
 
 _HELD: dict[Location, int | ObjectPath] = {}
-"""Leases of this process: the descriptor that holds the lock, or the object."""
+"""Leases of this process, each with the descriptor that holds the lock, or with its object."""
 
 
 @contextlib.contextmanager
@@ -121,7 +121,10 @@ def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
         try:
             own.write_bytes(_new())
         except FileNotFoundError as error:
-            raise ConfigError(f"{path.parent} cannot be written to: {error}", hint="is the bucket there?") from None
+            raise ConfigError(
+                f"{path.parent} cannot be written to: {error}",
+                hint="check that the bucket exists",
+            ) from None
         _HELD[path] = own
         at_exit(let_go)
         threading.Thread(target=_renew, args=(path, own), daemon=True).start()
@@ -129,11 +132,11 @@ def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot prepare a directory at {cut(str(path.parent), 300)}: {error.strerror}") from None
+            raise ConfigError(f"cannot create a directory at {cut(str(path.parent), 300)}: {error.strerror}") from None
         try:
             _HELD[path] = _take_file(path)
-        except OSError as error:  # a file system without locks
-            warnings.warn(f"{path.parent}: nothing keeps a second job out of it: {error}", stacklevel=5)
+        except OSError as error:  # the file system does not support locks
+            warnings.warn(f"{path.parent} cannot be locked, so a second job could use it: {error}", stacklevel=5)
             return False
     try:
         for other in (path, *others()):
@@ -169,10 +172,11 @@ def _in_use(path: Location) -> ConfigError:
     theirs = _read(path)
     who = f"process {theirs.get('pid')} on {printable(str(theirs.get('host')), 100)}" if theirs else "another job"
     since = theirs.get("since")
-    seconds = f" since {max(0.0, time.time() - since):.0f} s" if isinstance(since, int | float) else ""
+    seconds = f" {max(0.0, time.time() - since):.0f} s ago" if isinstance(since, int | float) else ""
     name = path.name.partition(LEASE_NAME)[0].removeprefix(".")
     return ConfigError(
-        f"{path.parent / name} is in use: {who} has it{seconds}", hint="use another folder, or end that job"
+        f"{path.parent / name} is in use: {who} reserved it{seconds}",
+        hint="use another folder, or end that job",
     )
 
 
@@ -211,7 +215,7 @@ def _take_file(path: Path) -> int:
             try:
                 is_there = os.path.samestat(os.fstat(descriptor), path.stat())
             except FileNotFoundError:
-                is_there = False  # it was let go meanwhile
+                is_there = False  # it was released in the meantime
             if is_there:
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, _new())
@@ -234,7 +238,7 @@ def _refuse_living(path: ObjectPath) -> None:
     first = found = _read(path)
     pid, born = first.get("pid"), str(first.get("born"))
     if own and born.rpartition(" ")[0] == own.rpartition(" ")[0]:
-        # This process's own is one that the store did not remove when it was asked.
+        # A lease of this process itself is one that the store failed to remove.
         if (pid, born) != (os.getpid(), own) and _born(pid) == born:
             raise _in_use(path)
         found = {}
@@ -251,7 +255,7 @@ def _renew(path: ObjectPath, own: ObjectPath) -> None:
     while _HELD.get(path) is own:
         time.sleep(RENEWED_EVERY_SECONDS)
         with contextlib.suppress(OSError, StoreError):
-            if (mine := _read(own)) and _HELD.get(path) is own:  # it may have been let go meanwhile
+            if (mine := _read(own)) and _HELD.get(path) is own:  # it may have been released in the meantime
                 own.write_bytes(json.dumps(mine | {"renewed": time.time()}).encode())
 
 

@@ -34,7 +34,7 @@ def merge_adapters(
     check_mergeable(model)
     names = None if adapter_names is None else list(adapter_names)
     rest(model)
-    tqdm: Any = importlib.import_module("tqdm")  # which PEFT brings along
+    tqdm: Any = importlib.import_module("tqdm")  # a dependency of PEFT
     for layer in tqdm.tqdm(list(_layers(model)), desc="merging", disable=not progressbar):
         _change(layer, lambda whole: whole.merge(safe_merge=safe_merge, adapter_names=names))
 
@@ -70,7 +70,7 @@ def use_sharded_methods(model: Any) -> None:
     if hasattr(tuner, "disable_adapter_layers"):
 
         def disable_adapter_layers() -> None:
-            # PEFT unmerges in the next forward, which throws its whole weights away: so unmerge at once.
+            # PEFT would unmerge in the next forward, which discards its unsharded weights, so unmerge now.
             unmerge_adapters(model)
             type(tuner).disable_adapter_layers(tuner)
 
@@ -96,8 +96,11 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwa
 def _refuse(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise LifecycleError(
-            f"{name} on a sharded {type(self).__name__}: which parameters there are was settled when it was sharded",
-            hint="add, load or delete adapters before Accelerator.prepare or Trainer; set_adapter chooses among them",
+            f"{name} cannot be called on a sharded {type(self).__name__}, because its set of parameters is fixed",
+            hint=(
+                "add, load or delete adapters before Accelerator.prepare or Trainer; use set_adapter to switch "
+                "between them"
+            ),
         )
 
     return refuse
@@ -119,7 +122,7 @@ def _change(layer: Any, change: Callable[[Any], object]) -> None:
     changed = dict(twin.get_base_layer().named_parameters())
     for name, parameter in layer.get_base_layer().named_parameters():
         _keep_own(parameter, changed[name])
-    # DoRA notes the norms it merged with, which it needs to unmerge.
+    # DoRA records the norms used in the merge, which it needs to unmerge.
     layer.merged_adapters, layer._caches = twin.merged_adapters, getattr(twin, "_caches", {})
 
 

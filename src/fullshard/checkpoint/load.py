@@ -66,7 +66,7 @@ Weights = Literal["all", "stored", "none"]
 """Which parameters and buffers a load reads."""
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Hyper-parameters of torch's optimizers that say how to compute, not what; they stay as the caller chose them."""
+"""Options of torch's optimizers that select an implementation. They keep the values that the caller chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class _Load:
         self._saved_groups: Sequence[GroupRecord] = ()
         problems: list[str] = []
         buffers = local_buffers(model)
-        # An imported checkpoint has its buffers among the parameters: other formats do not tell them apart.
+        # An imported checkpoint lists buffers as parameters, because other formats do not distinguish them.
         names = {name for buffer in buffers for name in buffer.names}
         saved_buffers = manifest.buffers | {n: r for n, r in manifest.parameters.items() if n in names}
         saved_parameters = {n: r for n, r in manifest.parameters.items() if n not in names}
@@ -212,14 +212,14 @@ class _Load:
         self.targets += _match("buffer", buffers, saved_buffers, problems)
         if weights == "all":
             absent = [name for name, r in (manifest.parameters | manifest.buffers).items() if not r.is_stored]
-            problems += [f"the values of {name!r} were not saved here" for name in absent]
+            problems += [f"the values of {name!r} are not in this checkpoint" for name in absent]
         self.targets = [t for t in self.targets if weights != "none" and t.record.is_stored]
         problems += [f"{name} was not saved" for name in sorted(self._wanted.keys() - manifest.states.keys())]
         module_extra = manifest.states.get("module_extra")
         saved_modules = module_extra if isinstance(module_extra, dict) else {}
         modules, saved = sorted(modules_with_extra_state(model)), sorted(saved_modules)
         if modules != saved:
-            problems.append(f"the modules with extra state are {modules}, saved was that of {saved}")
+            problems.append(f"the model has extra state in the modules {modules}, but the checkpoint in {saved}")
         if optimizer is not None:
             problems += self._match_groups(optimizer)
         for average in averages_in(objects):
@@ -229,7 +229,7 @@ class _Load:
             places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
             raise CheckpointError(
                 f"the checkpoint does not match in {places}:\n" + "\n".join(problems),
-                hint="build the model and the optimizer as they were when it was saved",
+                hint="create the model and the optimizer as they were when the checkpoint was saved",
             )
         if optimizer is not None:
             self._allocate_state(optimizer)
@@ -237,7 +237,7 @@ class _Load:
     def read(self) -> dict[str, torch.Tensor]:
         """Fill every target. Return the stored tensors that do not belong to the model or the optimizer."""
         with Readers(self.directory, self.manifest) as readers:
-            # the order of the files, so that each is read from front to back
+            # in file order, so that each file is read from front to back
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
             stored = readers.rank_state(0)
@@ -263,7 +263,7 @@ class _Load:
 
         The state of the optimizer is created directly, without a call of `step()`.
         """
-        if self.optimizer is not None:  # if it was not saved, that has been refused
+        if self.optimizer is not None:  # the constructor raised an error if it was not saved
             for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
                 options = {key: decode_value(value, stored) for key, value in record.options.items()}
                 group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
@@ -276,7 +276,7 @@ class _Load:
                 module.set_extra_state(decode_value(saved[path], stored))
         for name, source in self._wanted.items():
             state = decode_value(self.manifest.states[name], stored)
-            if state or name != "scaler":  # one that was disabled had none, and an enabled one refuses that
+            if state or name != "scaler":  # a disabled scaler has an empty state, which an enabled one rejects
                 _load_state_dict(source, state)
         extra = decode_value(self.manifest.states.get("extra"), stored)
         # last, because a load_state_dict() may draw random numbers
@@ -296,7 +296,9 @@ class _Load:
                 logger.warning("random number generators are not restored: %s", why)
             return
         for name in restore_rng(stored, device_of(self.model)):
-            logger.warning("the random number generator of %r is not restored: other kind of device", name)
+            logger.warning(
+                "the random number generator of %r is not restored, because the kind of device differs", name
+            )
 
     def _match_groups(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the differences between the optimizer's groups and the saved ones."""
@@ -305,10 +307,10 @@ class _Load:
             return ["the optimizer was not saved"]
         problems = []
         if saved.kind != type(optimizer).__name__:
-            problems.append(f"the optimizer is a {type(optimizer).__name__}, saved was a {saved.kind}")
+            problems.append(f"the optimizer is a {type(optimizer).__name__}, but a {saved.kind} was saved")
         groups = group_parameters(optimizer, self.parameters)
         if len(groups) != len(saved.groups):
-            problems.append(f"the optimizer has {len(groups)} parameter groups, saved were {len(saved.groups)}")
+            problems.append(f"the optimizer has {len(groups)} parameter groups, but {len(saved.groups)} were saved")
         names = [{self._primary.get(local.name, local.name) for _, local in members} for members in groups]
         self._saved_groups = _in_order_of(names, saved.groups)
         for number, (mine, record) in enumerate(zip(names, self._saved_groups, strict=False)):
@@ -366,12 +368,12 @@ class _Load:
             return decode_value(record.value, {})
         dtype = dtype_of(record)
         if record.layout == "interval":
-            # with the strides of the parameter: fused optimizers walk both through memory without looking at them
+            # with the parameter's strides: fused optimizers iterate over the memory of both and ignore strides
             like = local.held
             tensor = there if _is_alike(there, like, dtype) else torch.empty_like(like, dtype=dtype)
             interval, chunking = local.interval, local.chunking
         else:
-            # torch wants the step count on the device for fused and capturable optimizers, else wherever it was
+            # fused and capturable optimizers need the step count on the device, others where it was
             on_host = record.is_on_host and not (on_device and key == "step")
             tensor = torch.empty(record.shape, dtype=dtype, device="cpu" if on_host else local.tensor.device)
             interval, chunking = Interval(0, record.numel), UNCUT
@@ -403,7 +405,7 @@ def _fill(target: _Target, readers: Readers) -> None:
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
     readers.fill(staging, target.kind, target.name, target.record, target.interval, chunking=target.chunking)
     if in_place:
-        torch.autograd.graph.increment_version(tensor)  # nothing else tells that it has changed
+        torch.autograd.graph.increment_version(tensor)  # no other operation records the change
     else:
         tensor.copy_(staging)
 
@@ -433,17 +435,19 @@ def _match(
             continue
         if len({name for name, _ in found}) > 1:
             names = " and ".join(repr(name) for name, _ in found)
-            problems.append(f"{what} {local.name!r} is tied in the model, but saved apart as {names}")
+            problems.append(f"{what} {local.name!r} is tied in the model, but was saved separately as {names}")
             continue
         name, record = found[0]
         if record.shape != local.shape:
-            problems.append(f"{what} {local.name!r} has shape {local.shape}, saved with {record.shape}")
+            problems.append(f"{what} {local.name!r} has shape {local.shape}, but was saved with {record.shape}")
         elif local.form is not None and record.form != local.form:
-            problems.append(f"{what} {local.name!r} is stored as {local.form}, saved as {record.form or record.dtype}")
+            problems.append(
+                f"{what} {local.name!r} is stored as {local.form}, but was saved as {record.form or record.dtype}"
+            )
         elif local.form is not None and not _is_cut_alike(record, local):
-            problems.append(f"{what} {local.name!r} was coded in parts of another tensor parallelism")
+            problems.append(f"{what} {local.name!r} was encoded in blocks that do not match this tensor parallelism")
         elif record.dtype != stored_dtype(local.tensor, where=local.name) and local.form is None:
-            problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, saved as torch.{record.dtype}")
+            problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, but was saved as torch.{record.dtype}")
         else:
             targets.append(_Target("model", name, record, local.interval, local.held, local.chunking))
     problems += [f"{what} {name!r} of the checkpoint is not in the model" for name in saved if name not in used]
@@ -469,8 +473,8 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
     def look() -> bytes:
         if isinstance(directory, Path) and not directory.exists() and (old := replaced_directories(directory)):
             raise DamagedError(
-                f"{directory} is missing: a save was killed while it replaced this directory",
-                hint=f"its old contents are in {old[0]}",
+                f"{directory} is missing because a save was killed while replacing it",
+                hint=f"use its old contents, which are in {old[0]}",
             )
         if problems := quick_problems(directory, read_manifest(directory)):
             raise DamagedError(f"{directory} is damaged:\n" + "\n".join(problems))
@@ -495,6 +499,6 @@ def _load_state_dict(source: Any, state: Any) -> None:
         return
     for one, part in zip(source, state, strict=True):
         if isinstance(one, EMA) and "updates" in part:
-            one.updates = int(part["updates"])  # its tensors are filled
+            one.updates = int(part["updates"])  # its tensors have been filled already
         else:
             one.load_state_dict(part)

@@ -25,7 +25,7 @@ from fullshard.features import ShardedParameter
 from fullshard.features.quantized_weights.scales import is_exact
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
-"""Gives the whole of a parameter or buffer."""
+"""Returns the full tensor of a parameter or buffer."""
 
 
 class MergedModel:
@@ -62,7 +62,7 @@ class MergedModel:
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return whole(source.tensor)
-        if self._last[0] != layers:  # weight and bias come one after the other
+        if self._last[0] != layers:  # weight and bias are requested one after the other
             made: dict[int, torch.Tensor] = {}
             results: dict[str, torch.Tensor] = {}
             for layer in layers:
@@ -117,14 +117,17 @@ def check_mergeable(model: nn.Module) -> None:
     if check is None:
         raise CheckpointError(
             f"{type(model).__name__}: its adapters do not change weights, so they cannot be merged",
-            hint="save them alone, with save_model",
+            hint="save only the adapters, with save_model",
         )
     check()
     for path, layer, is_adapted_here in _walk(model.get_base_model()):  # type: ignore[operator]
         if is_adapted_here and any(_is_quantised(p) for p in layer.parameters()):
             raise CheckpointError(
-                f"{path} is quantised: merging would round its adapter to the steps of the quantised weights",
-                hint="save the adapter, then `fullshard merge BASE ADAPTER OUT` merges it into the base as it was",
+                f"{path} is quantised, so merging would round its adapter to the precision of the quantised weights",
+                hint=(
+                    "save the adapter, then run `fullshard merge BASE ADAPTER OUT` to merge it into the unquantised "
+                    "base"
+                ),
             )
 
 
@@ -183,7 +186,7 @@ def copy_module(
         elif key in ("_parameters", "_buffers"):
             value = {name: tensor(old) for name, old in value.items()}
         elif isinstance(value, list | dict | set):
-            value = copy.copy(value)  # PEFT notes merged adapters in them
+            value = copy.copy(value)  # PEFT records merged adapters in them
         twin.__dict__[key] = value
     return twin
 

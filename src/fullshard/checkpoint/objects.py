@@ -21,7 +21,7 @@ from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError
 from fullshard.core.files import SMALL_NBYTES, read_bytes
 from fullshard.core.paths import local_path
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib collapses two slashes to one
 _NO_STORES = ("file", "local", "http", "https")
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
@@ -49,7 +49,7 @@ class ObjectPath(PurePosixPath):
         """Return the size of an object in bytes. Raises `FileNotFoundError` if it does not exist."""
         info = self._info()
         if info.get("type") != "file":
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+            raise FileNotFoundError(errno.ENOENT, "the object does not exist", str(self))
         return int(info["size"] or 0)
 
     def exists(self) -> bool:
@@ -102,7 +102,7 @@ class ObjectPath(PurePosixPath):
             try:
                 self._files().pipe_file(str(self), data, mode="create")
             except FileExistsError:
-                # If a request is repeated because its answer was lost, the second finds the first one's object.
+                # If a lost response made the client repeat the request, the repeated one finds the object of the first.
                 return self.read_bytes() == data
             except (NotImplementedError, TypeError, ValueError):
                 if self.is_file():
@@ -154,7 +154,7 @@ class ObjectPath(PurePosixPath):
 
 
 Location = Path | ObjectPath
-"""The place of a checkpoint: in a file system of this host, or in an object store."""
+"""The location of a checkpoint, in a file system of this host or in an object store."""
 
 
 def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
@@ -162,7 +162,7 @@ def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
     if not isinstance(path, ObjectPath):
         return read_bytes(path, limit_nbytes=limit_nbytes)
     if (nbytes := path.size()) > limit_nbytes:
-        raise OSError(errno.EFBIG, f"it has {nbytes:,} bytes, expected at most {limit_nbytes:,}", str(path))
+        raise OSError(errno.EFBIG, f"the object has {nbytes:,} bytes, expected at most {limit_nbytes:,}", str(path))
     return path.read_bytes()
 
 
@@ -173,10 +173,12 @@ def asked(path: ObjectPath, what: str) -> Iterator[None]:
         yield
     except (*_MISSING, FileExistsError, FullshardError):
         raise
-    except Exception as error:  # each client has errors of its own
+    except Exception as error:  # each client has its own error types
         raise StoreError(
             f"{path} cannot be {what}: {type(error).__name__}: {cut(str(error), 500)}",
-            hint="its client has tried several times already: look at the address, the credentials and the store",
+            hint=(
+                "check the address, the credentials and the store; the store's client has already retried several times"
+            ),
         ) from error
 
 
@@ -199,19 +201,22 @@ def location(written: str | os.PathLike[str]) -> Location:
 
 
 @functools.lru_cache(maxsize=32)
-def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a fork may not use its parent's
+def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a forked process cannot use its parent's client
     import fsspec
 
     url = f"{scheme}//{bucket}"
     try:
-        # Files that another host has just written must be seen.
+        # Without the cache, files that another host has just written are visible.
         return fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
     except ImportError as error:
         if scheme in ("s3:", "s3a:"):
             raise MissingExtraError("s3fs", extra="s3", purpose=url) from None
         raise ConfigError(f"{url}: {error}", hint="install the package, or use a path") from None
     except ValueError as error:
-        raise ConfigError(f"{url}: {error}", hint="s3, gs, az, hf and memory are some that fsspec knows") from None
+        raise ConfigError(
+            f"{url}: {error}",
+            hint="use a scheme that fsspec supports, such as s3, gs, az, hf or memory",
+        ) from None
 
 
 @functools.cache

@@ -67,9 +67,9 @@ def group_parameters(
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
         if strangers:
             raise CheckpointError(
-                f"group {number} of {type(optimizer).__name__} holds {len(strangers)} tensors that are not parameters "
-                f"of the model, the first of shape {strangers[0]}",
-                hint="make the optimizer after sharding the model, or call fullshard.repoint(optimizer, model)",
+                f"group {number} of {type(optimizer).__name__} contains {len(strangers)} tensors that are not "
+                f"parameters of the model; the first has shape {strangers[0]}",
+                hint="create the optimizer after sharding the model, or call fullshard.repoint(optimizer, model)",
             )
         groups.append([(p, known[id(p)]) for p in group["params"]])
     return groups
@@ -124,7 +124,7 @@ def _layout(local: LocalTensor, key: str, value: Any) -> Literal["interval", "re
         return "interval"
     if local.is_sharded:
         raise CheckpointError(
-            f"optimizer state {key!r} of {local.name!r} has shape {tuple(value.shape)}: expected a scalar or the "
+            f"optimizer state {key!r} of {local.name!r} has shape {tuple(value.shape)}, expected a scalar or the "
             f"shape of this rank's interval, {tuple(local.held.shape)}",
             hint="use an optimizer that keeps one value per element",
         )

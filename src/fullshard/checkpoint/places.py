@@ -55,7 +55,7 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
     """Return the names except those that match the ignore patterns of the model's class."""
     patterns = list(getattr(model, attribute, None) or ())
     if attribute == "_keys_to_ignore_on_load_unexpected":
-        # Buffers that earlier versions stored in every layer.
+        # These are buffers that earlier versions stored in every layer.
         buffers = [name for name, _ in model.named_buffers()]
         ends = [end for end in ("rotary_emb.inv_freq", "position_ids") if any(name.endswith(end) for name in buffers)]
         patterns += [rf"(^|\.){re.escape(end)}$" for end in ends]

@@ -58,7 +58,7 @@ _REFUSED = ("key_mapping", "variant", "subfolder")
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
 _DORA = "lora_magnitude_vector"
 _NORM_NUMEL = 2**20
-"""Elements of a weight that are held at once to take the norms of its rows."""
+"""Number of elements of a weight in memory at a time when the norms of its rows are computed."""
 
 
 def from_pretrained(
@@ -109,12 +109,12 @@ def from_pretrained(
     if given := [name for name in _REFUSED if options.pop(name, None)]:
         raise ConfigError(
             f"from_pretrained(...) does not support {', '.join(given)}",
-            hint="give the directory itself, with the file names that save_pretrained uses",
+            hint="pass the directory itself, with the file names that save_pretrained uses",
         )
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     directory = model_directory(name_or_path, hub)
     if config is None:
-        # Options of the configuration (num_labels, rope_scaling, ...) go there; the rest is for the model.
+        # Options of the configuration (num_labels, rope_scaling, ...) are set there; the others go to the model.
         source = transformers.AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
         config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
     config, quantisation = without_quantisation(config, quantization_config, directory)
@@ -131,11 +131,11 @@ def from_pretrained(
         built = outline_of(model, tensors_of(model))
         rules = loading_rules(model, built)
         found = match(stored, rules)
-        model._weight_conversions = rules.used()  # type: ignore[assignment] # saving reverses them
+        model._weight_conversions = rules.used()  # type: ignore[assignment] # used in reverse by a save
         _untie_what_differs(model, found.sources)
         if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
-            outline(model)  # so that PEFT finds weights of the kind they will be
+            outline(model)  # so that PEFT finds the final kind of weights
         if quantisation is not None and not is_decoded:
             keep_codes(model, found.sources, quantize)
         if quantization_config is not None:
@@ -145,7 +145,7 @@ def from_pretrained(
             logger.log(level, "%s: %s", type(model).__name__, conversion.said)
         if quantize is not None:
             logger.info("%s: %s", type(model).__name__, mark_large(model, quantize, freezes=True))
-    model.eval()  # as Transformers' own from_pretrained leaves it
+    model.eval()  # as after Transformers' own from_pretrained
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)  # type: ignore[assignment]
     generation = directory / "generation_config.json"
@@ -183,7 +183,7 @@ def _untie_what_differs(model: nn.Module, sources: Mapping[str, TensorSource]) -
     for target, origin in list(tied.items()):
         if target in sources and origin in sources and not are_equal(sources[target], sources[origin]):
             logger.warning(
-                "%s: the configuration ties %s to %s, but their values differ in the files: they are not tied",
+                "%s: the configuration ties %s to %s, but they are not tied because their values in the files differ",
                 type(model).__name__, target, origin,
             )  # fmt: skip
             path, _, attribute = target.rpartition(".")
@@ -205,8 +205,8 @@ def _resize_token_embeddings(
     """
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
-            "mean_resizing=True needs the old rows of the embedding, which are read when the model is sharded",
-            hint="leave it out: new rows are drawn as the model initialises them",
+            "mean_resizing=True needs the old rows of the embedding, which are read only when the model is sharded",
+            hint="leave it out, so that new rows are drawn with the model's own initialisation",
         )
     mean_resizing = not self.get_input_embeddings().weight.is_meta if mean_resizing is None else mean_resizing
     resized: nn.Module = type(self).resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -238,7 +238,7 @@ class PretrainedWeights:
         if self.ignore_mismatched_sizes:
             found = [place for place in found if place.name not in mismatched]
         self._names = {(id(place.module), place.attribute): place.name for place in found}
-        present = {id(place.tensor) for place in found}  # tied ones are there under one of their names
+        present = {id(place.tensor) for place in found}  # a tied parameter is present under one of its names
         absent = [p for p in places if id(p.tensor) not in present and not is_exact(p.tensor)]
         names = {p.name for p in absent if isinstance(p.tensor, nn.Parameter)} - mismatched.keys()
         names = not_ignored(names, self._base, "_keys_to_ignore_on_load_missing")
@@ -248,14 +248,16 @@ class PretrainedWeights:
         if problems:
             raise CheckpointError(
                 f"{self.directory} does not fit {type(self._base).__name__}:\n" + "\n".join(problems),
-                hint="load the class that was saved, or pass ignore_missing=True or ignore_mismatched_sizes=True to "
-                "initialise these anew",
+                hint=(
+                    "load the class that was saved, or pass ignore_missing=True or ignore_mismatched_sizes=True to "
+                    "initialise these weights"
+                ),
             )
         buffers = {p.name for p in absent if not isinstance(p.tensor, nn.Parameter)} - names
         for named, ignored, what in (
             (names - missing, "", "not in %s, newly initialised: %s"),
             (mismatched.keys() & {p.name for p in absent}, "", "in another shape in %s, newly initialised: %s"),
-            (buffers, "_keys_to_ignore_on_load_missing", "not in %s, as the model makes them: %s"),
+            (buffers, "_keys_to_ignore_on_load_missing", "not in %s, left as the model creates them: %s"),
             (set(self._unused), "_keys_to_ignore_on_load_unexpected", "in %s, not used: %s"),
         ):
             if said := not_ignored(named, self._base, ignored):
@@ -265,7 +267,7 @@ class PretrainedWeights:
         stored = self._sources[place.name]
         outlined = whole_shape(place.module) if place.attribute == "weight" else None
         shape = tuple(place.tensor.shape) if outlined is None else outlined
-        is_resized = tuple(self._built.tensors[place.name].shape) == stored.shape  # by `resize_token_embeddings`, say
+        is_resized = tuple(self._built.tensors[place.name].shape) == stored.shape  # by `resize_token_embeddings`
         if outlined is not None and (problem := layer_problem(place.tensor, stored)):
             return f"{place.name}: {problem}"
         if shape == stored.shape or (is_resized and _has_more_rows(place.module, shape, stored.shape)):
@@ -363,13 +365,16 @@ class PretrainedWeights:
         """
         if is_exact(base.weight):
             values = dequantised(base)
-            dtype = torch.promote_types(values.dtype, getattr(base, "compute_dtype", torch.float32))  # as PEFT adds B
+            dtype = torch.promote_types(
+                values.dtype, getattr(base, "compute_dtype", torch.float32)
+            )  # the dtype in which PEFT adds B
             out.copy_(torch.linalg.norm(values.to(dtype), dim=1))
             return
         stored = self._sources.get(self._names.get((id(base), "weight"), ""))
         if stored is None or stored.shape != tuple(base.weight.shape):
             raise ConfigError(
-                f"DoRA on {type(base).__name__}: {self.directory} does not hold its weight as it is in the model",
+                f"DoRA on {type(base).__name__} is not possible: {self.directory} does not hold its weight in the "
+                "model's form",
                 hint="load the base with Transformers' own from_pretrained before adding the adapter",
             )
         columns = stored.shape[1]
@@ -445,13 +450,13 @@ def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
             scheme = schemes.get(adapter, True)
             if next(part.parameters(), None) is None:
                 continue
-            # B is zero in the beginning but for False, and a row is one output but for `fan_in_fan_out`.
+            # B is initially zero except with False, and a row is one output except with `fan_in_fan_out`.
             is_of_rows = type(part).__name__ == "DoraLinearLayer" and not part.fan_in_fan_out and scheme is not False
             if (kind == _DORA and not is_of_rows) or (scheme not in (True, False) and scheme != "gaussian"):
                 what = f"{type(part).__name__}, " if kind == _DORA else ""
                 raise ConfigError(
-                    f"{what}init_lora_weights={scheme!r} computes the adapter from whole base weights, but no rank "
-                    "holds them here",
+                    f"{what}init_lora_weights={scheme!r} computes the adapter from unsharded base weights, but no "
+                    "rank holds them",
                     hint="load the base with Transformers' own from_pretrained before adding the adapter",
                 )
             found[id(part)] = kind, scheme, layer
@@ -463,7 +468,8 @@ def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:
     quantizer = quantizers.AutoHfQuantizer.from_config(quantization_config)
     if "bnb" not in type(quantizer).__module__:
         raise ConfigError(
-            f"quantization_config is a {type(quantization_config).__name__}", hint="use BitsAndBytesConfig"
+            f"quantization_config is a {type(quantization_config).__name__}, which is not supported",
+            hint="use BitsAndBytesConfig",
         )
     quantizer.preprocess_model(model, device_map=None)
     model.hf_quantizer = quantizer

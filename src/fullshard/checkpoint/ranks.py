@@ -27,7 +27,7 @@ from fullshard.features import ShardedParameter
 
 T = TypeVar("T")
 _MESSAGE_NBYTES = 256 * 2**20
-"""The largest message between two ranks: some byte counters on the way have 31 bits."""
+"""The largest message between two ranks, because some transports count bytes with 31 bits."""
 
 
 def _spread(parameter: ShardedParameter) -> int:
@@ -61,15 +61,15 @@ class Ranks:
         first = max(parameters, key=_spread)
         if _spread(first) > 1 and not dist.is_initialized():
             raise CheckpointError(
-                f"{first.name} is sharded over {_spread(first)} ranks, which this process has left: its process group "
-                "is destroyed",
-                hint="save before accelerator.end_training(), or whatever else destroys it",
+                f"{first.name} is sharded over {_spread(first)} ranks, but this process has destroyed its process "
+                "group",
+                hint="save before accelerator.end_training() or any other call that destroys the process group",
             )
         ranks = cls(first.mesh.control_group if first.spec.outer_group is None else None)
         if _spread(first) != ranks.world_size:
             raise CheckpointError(
-                f"{first.name} is sharded over {_spread(first)} of {ranks.world_size} ranks",
-                hint="checkpoints need a mesh over all ranks",
+                f"{first.name} is sharded over only {_spread(first)} of {ranks.world_size} ranks",
+                hint="use a mesh over all ranks, which checkpoints need",
             )
         return ranks
 
@@ -115,7 +115,7 @@ class Ranks:
         Two ranks must list the messages between them in the same order. The buffers must be in host memory, so the
         ranks must come from `apart`.
         """
-        with self._peers("exchanging what they hold"):
+        with self._peers("exchanging data"):
             tensors, works = [], []
             for ranks, begin in ((received, dist.irecv), (sent, dist.isend)):
                 for rank, data in ranks:
@@ -167,13 +167,13 @@ class Ranks:
         self, doing: str, error: Exception | None, *, kind: type[CheckpointError] = CheckpointError
     ) -> None:
         """Raise an error on every rank if any rank passes one. See `together`."""
-        if self.all(error is None):  # one small message is all it takes nearly always
+        if self.all(error is None):  # usually this one small message is sufficient
             return
         message = None if error is None else _describe(error)
         found: Sequence[tuple[str | None, bool]] = self.broadcast(self.gather([message, isinstance(error, StoreError)]))
         messages = [message for message, _ in found]
         if any(is_silent for _, is_silent in found):
-            kind = CheckpointError  # data that a store does not hand out may be damaged or not
+            kind = CheckpointError  # if a store does not return the data, it is unknown whether they are damaged
         if self.world_size == 1 and isinstance(error, CheckpointError):
             raise error
         reasons = dict.fromkeys(text for text in messages if text is not None)
@@ -205,7 +205,8 @@ class Ranks:
         except CommunicationError as error:
             why = PROGRESS.watcher.reason(error.__cause__) if isinstance(error.__cause__, RuntimeError) else error
             raise CheckpointError(
-                f"lost the other ranks while {doing}: {why}", hint="see the log of the rank that stopped first"
+                f"lost the other ranks while {doing}: {why}",
+                hint="look at the log of the rank that stopped first",
             ) from error
 
 
@@ -221,10 +222,10 @@ def all_come(where: str, seconds: float) -> bool:
         while come < size and time.monotonic() < until:
             time.sleep(0.02)
             come = store.add(key, 0)
-    finally:  # a rank that is interrupted has not come, either
+    finally:  # an interrupted rank does not count as arrived
         if come < size:
             come = store.add(key, -1) + 1
-            if come == size:  # the last one has come at this very moment
+            if come == size:  # the last rank has arrived just now
                 store.add(key, 1)
         if come == size:
             _COME[where] = number + 1
@@ -232,7 +233,7 @@ def all_come(where: str, seconds: float) -> bool:
 
 
 _COME: dict[str, int] = {}
-"""How often all ranks have come to a place."""
+"""How often all ranks have reached each place."""
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -198,7 +198,7 @@ def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tupl
     if isinstance(coding, FormRecord):
         found = next(one for one in FORMS[coding.form].parts if one.name == part)
         return found.numel(blocks.start), found.numel(blocks.stop)
-    share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # elements per value, as a fraction
+    share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # items per element, as a fraction
     if part not in share:
         return None
     many, one = share[part]

@@ -31,7 +31,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     state: Any = np.random.get_state()  # data sets and collators use the global generator
     kind, keys, position, has_gauss, cached = state
     if kind != "MT19937":
-        raise CheckpointError(f"NumPy's global generator is {kind}, only the default (MT19937) can be saved")
+        raise CheckpointError(f"NumPy's global generator is {kind}, but only the default (MT19937) can be saved")
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),

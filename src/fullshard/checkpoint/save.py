@@ -97,7 +97,7 @@ class Destination:
     def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
         """Agree on one destination. A collective of the ranks of `model`."""
         for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
-            schedule.note_save()  # before anything can wait for a rank that trains on
+            schedule.note_save()  # before anything can wait for a rank that continues to train
         ranks = Ranks.of(model)
         save_id = ranks.broadcast(uuid.uuid4().hex[:16])
         return cls(ranks, store_at(location(path).absolute(), save_id, overwrite=overwrite))
@@ -210,7 +210,8 @@ def prepare_save(
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
     if total_limit is not None and total_limit < 1:
         raise ConfigError(
-            f"total_limit = {total_limit} would keep no checkpoint", hint="use 1 or more, or None for all"
+            f"total_limit is {total_limit}, which would keep no checkpoint",
+            hint="use 1 or more, or None to keep all",
         )
     destination = Destination.of(model, path, overwrite=arguments.get("overwrite", False))
     ranks = destination.ranks

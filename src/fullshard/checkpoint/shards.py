@@ -60,7 +60,10 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
     if nbytes < 1:
-        raise ConfigError(f"cannot read {size!r} as a size", hint="use bytes, or text such as 5GB or 500MiB")
+        raise ConfigError(
+            f"the size {size!r} cannot be parsed",
+            hint="use a number of bytes, or text such as 5GB or 500MiB",
+        )
     return nbytes
 
 
@@ -69,5 +72,5 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     is_usable = isinstance(found, torch.dtype) and found.is_floating_point and dtype_name(found) in DTYPES
     if dtype is not None and not is_usable:
-        raise ConfigError(f"cannot export as {dtype!r}", hint="use float32, bfloat16 or float16")
+        raise ConfigError(f"the dtype {dtype!r} is not supported for exports", hint="use float32, bfloat16 or float16")
     return found

@@ -19,7 +19,7 @@ from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype
 
 _COMPARED_NUMEL = 2**20
-"""Elements of two tensors that are held at once to compare them."""
+"""Number of elements of two tensors that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,14 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
     as_it_is, groups, unused, again = rules.load(stored)
     found: dict[str, TensorSource] = {name: stored[key] for name, key in as_it_is.items()}
     clashes = [
-        f"{as_it_is[name]} and {key} are both {name}" for name, key in again if not are_equal(stored[key], found[name])
+        f"{as_it_is[name]} and {key} are both stored for {name}"
+        for name, key in again
+        if not are_equal(stored[key], found[name])
     ]
     if clashes:
         raise CheckpointError(
-            f"the files hold several values for one weight of {rules.outline.title}:\n" + "\n".join(clashes),
-            hint="load the class that was saved; Transformers itself would silently take the first",
+            f"the files hold several values for the same weight of {rules.outline.title}:\n" + "\n".join(clashes),
+            hint="load the class that was saved; Transformers itself would silently use the first value",
         )
     outline = rules.outline
     for group in groups:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 _ALIGNMENT = 64
-"""Bytes: a cache line, and a multiple of every dtype's size."""
+"""In bytes: a cache line, which is a multiple of the size of every dtype."""
 
 
 class HostMemory:
@@ -46,7 +46,7 @@ class HostMemory:
         if (index := next(fitting, None)) is not None:
             block = self._free.pop(index)
         else:
-            del self._free[:1]  # the one that has become too small, so that never both are held
+            del self._free[:1]  # drop a block that is too small, so that both never exist at the same time
             block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._used.append(block)
         return block

@@ -18,7 +18,7 @@ from fullshard.checkpoint.objects import Location, entries_of
 from fullshard.core.errors import CheckpointError
 
 _LATEST = [0.0]
-"""The largest stamp that this process has seen."""
+"""The largest timestamp that this process has seen."""
 
 
 def note_stamp(stamp: float) -> None:
@@ -31,7 +31,7 @@ def note_stamps_in(folder: Location) -> None:
     """Note the timestamps of the checkpoints directly in a folder, once per folder and process."""
     for path in entries_of(folder) if folder.is_dir() else ():
         for place in (path, *part_paths(path)) if path.is_dir() else ():
-            with contextlib.suppress(CheckpointError):  # no checkpoint, or a damaged one
+            with contextlib.suppress(CheckpointError):  # not a checkpoint, or a damaged one
                 note_stamp(read_manifest(place).saved_at)
 
 

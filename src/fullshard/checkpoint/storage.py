@@ -68,14 +68,14 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
         temp = temp_directory(final, save_id)
         _make_held(temp)
     except OSError as error:
-        raise CheckpointError(f"cannot prepare a directory beside {final}: {error}") from error
+        raise CheckpointError(f"cannot create a directory in the parent of {final}: {error}") from error
     return temp
 
 
 def _refuse_what_is_there(final: Path, *, overwrite: bool) -> None:
     """Raise `CheckpointError` if `final` exists and must not be replaced."""
     if os.path.lexists(final) and not overwrite:
-        raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
+        raise CheckpointError(f"{final} already exists", hint="choose another name, or pass overwrite=True")
     refuse_file(final)
 
 
@@ -83,7 +83,8 @@ def refuse_file(path: Path) -> None:
     """Raise `CheckpointError` if `path` is a file, because its contents are unknown. A checkpoint is a directory."""
     if path.is_file():
         raise CheckpointError(
-            f"{path} is a file, and a checkpoint is a directory", hint="choose another name, or remove the file"
+            f"{path} is a file, but a checkpoint is a directory",
+            hint="choose another name, or remove the file",
         )
 
 
@@ -94,12 +95,12 @@ def refuse_current(path: Path) -> None:
     """
     try:
         current = Path.cwd()
-    except FileNotFoundError:  # it is gone already
+    except FileNotFoundError:  # it no longer exists
         return
     if path.exists() and current.is_relative_to(path.resolve()):
         raise CheckpointError(
-            f"{path} is the current directory or contains it: replacing it would remove its contents",
-            hint="name a directory in it",
+            f"{path} is the current directory or contains it, and replacing it would remove its contents",
+            hint="use a directory inside it",
         )
 
 
@@ -108,9 +109,9 @@ def require_room(directory: Path, nbytes: int) -> None:
     usage = shutil.disk_usage(directory)
     if usage.total and usage.free < nbytes:
         raise CheckpointError(
-            f"{directory.parent} has no room: the checkpoint needs {format_nbytes(nbytes)}, "
+            f"{directory.parent} does not have enough room: the checkpoint needs {format_nbytes(nbytes)}, but "
             f"{format_nbytes(usage.free)} are free",
-            hint="remove old checkpoints (total_limit does it after each save), or save elsewhere",
+            hint="remove old checkpoints (total_limit does this after each save), or save elsewhere",
         )
 
 
@@ -118,7 +119,7 @@ def discard_directory(temp: Path) -> None:
     """Remove the directory of a failed save. If anything remains, the next save in the same place removes it."""
     shutil.rmtree(temp, ignore_errors=True)
     if temp.exists():
-        logger.warning("%s is left of a save that failed; the next save beside it removes it", temp)
+        logger.warning("%s remains from a failed save; the next save in the same directory removes it", temp)
     for held in [path for path in _HELD if path.is_relative_to(temp)]:
         _let_go(held)
 
@@ -142,12 +143,12 @@ def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) 
         if old.exists():
             old.rename(final)
         raise
-    _let_go(temp)  # not before: another save would take it for a leftover
+    _let_go(temp)  # not earlier: another save would treat it as a leftover
     sync_directory(final.parent)
     for stale in replaced_directories(final):
         try:
             _remove_tree(stale)
-        except OSError as error:  # the save is whole all the same, and the next one tries again
+        except OSError as error:  # the save is complete anyway, and the next one tries again
             logger.warning("%s, which %s has replaced, cannot be removed: %s", stale, final, error)
 
 
@@ -186,7 +187,7 @@ def _remove_tree(path: Path) -> None:
     if path.is_symlink():
         path.unlink(missing_ok=True)
     while path.exists():
-        with contextlib.suppress(FileNotFoundError):  # another save removes it, too
+        with contextlib.suppress(FileNotFoundError):  # another save is also removing it
             shutil.rmtree(path)
 
 
@@ -198,9 +199,9 @@ def _make_held(temp: Path) -> None:
     """Create a directory and lock it while this process lives, so that other processes see that it is in use."""
     while temp not in _HELD:
         temp.mkdir()
-        with contextlib.suppress(FileNotFoundError):  # another save has taken it for a leftover before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another save has removed it as a leftover before it was locked
             descriptor = os.open(temp, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # the file system does not support locks
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
             if temp.exists():
                 _HELD[temp] = descriptor
@@ -227,7 +228,7 @@ def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
         is_unheld = True
     except BlockingIOError:
         is_unheld = False
-    except OSError:  # it is gone, or may not be read; or a file system without locks
+    except OSError:  # it no longer exists, cannot be read, or cannot be locked
         pass
     try:
         yield is_unheld

@@ -96,7 +96,10 @@ class ObjectStore(Store):
         """See `Store`."""
         final = self.final
         if len(final.parts) < 3:
-            raise CheckpointError(f"{final} is a bucket", hint=f"name a directory in it: {final}/NAME")
+            raise CheckpointError(
+                f"{final} is a bucket, but a checkpoint needs a directory",
+                hint=f"use a directory in it: {final}/NAME",
+            )
         self._is_claimed = hold_name(final)
         try:
             there = final.beneath()
@@ -105,11 +108,11 @@ class ObjectStore(Store):
                 manifests = []
             is_something_else = not manifests and not all(map(is_of_a_save, there))
             if final.is_file() or ((manifests or is_something_else) and not self.overwrite):
-                raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
+                raise CheckpointError(f"{final} already exists", hint="choose another name, or pass overwrite=True")
             if manifests and (several or manifests != [MANIFEST_NAME]):
                 raise CheckpointError(
-                    f"{final} exists already, and an object store cannot replace several models at once",
-                    hint="choose another name for each checkpoint, or remove that one",
+                    f"{final} already exists, and an object store cannot replace several models at the same time",
+                    hint="choose another name for each checkpoint, or remove the existing one",
                 )
             _remove_leftovers(final, there, manifests)
             if holds(final.parent):
@@ -146,10 +149,10 @@ class ObjectStore(Store):
             elif not path.create(manifest):
                 raise CheckpointError(
                     f"{self.final} was saved by another job in the meantime",
-                    hint="give each job its own name",
+                    hint="use a different name for each job",
                 )
         except StoreError:
-            self._is_unsure = True  # its answer may be all that was lost: then files that are removed are missed
+            self._is_unsure = True  # perhaps only the response was lost; then the files must not be removed
             if not path.is_file() or path.read_bytes() != manifest:
                 raise
 
@@ -268,7 +271,7 @@ def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[s
         try:
             kept = {*read_manifest(final).files}
         except CheckpointError:
-            return  # the kept files are unknown
+            return  # it is unknown which files to keep
     else:
         final.remove_beneath([name for name in there if _is_manifest(name) and name != MANIFEST_NAME])
     final.remove_beneath([name for name in there if is_of_a_save(name) and name not in kept])

@@ -61,9 +61,9 @@ def stream_weights(
                 name = next(iter(stored))
                 tensor = stored.pop(name)
                 yield name, tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor
-                del tensor  # or the next would be gathered beside it
+                del tensor  # otherwise the next one would be gathered while it is in memory
         except GeneratorExit:
-            with contextlib.suppress(CheckpointError):  # the others are told, and may have left as well
+            with contextlib.suppress(CheckpointError):  # tell the other ranks, which may also have left
                 ranks.fail_together(_DOING, CheckpointError(f"the loop was left at {name!r}"))
             raise
         except Exception as caught:

@@ -30,21 +30,21 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.files import parse_object
 
 Bytes = NDArray[np.uint8]
-"""A 1-D array of bytes; what tensors are turned into before they reach this module."""
+"""A 1-D array of bytes. Callers of this module convert tensors to it."""
 
 _HEADER_ALIGNMENT = 8
 MAX_HEADER_NBYTES = 100 * 2**20
-"""The limit in a data file: a header is some hundred bytes per tensor; more than this is not one."""
+"""The largest header of a data file. A header has some hundred bytes per tensor."""
 _BLOCK_NBYTES = 256 * 2**10
-"""Bytes written or read at a time: small enough to stay in a core's cache until they are summed."""
-_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Python has no name for it
+"""Bytes written or read at a time: few enough to stay in a core's cache until the checksum is computed."""
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Python does not expose it
 _SYNC_FILE_RANGE_WRITE = 2
 _PART_NBYTES = 16 * 2**20
-"""Sent at a time, and held meanwhile."""
+"""Size of the parts that are sent. One part is held in memory."""
 _MAX_PARTS = 9_000
-"""S3 takes 10,000 of an object."""
+"""The largest number of parts per object. S3 accepts 10,000."""
 _REQUEST_NBYTES, _REQUESTS = 4 * 2**20, 4
-"""Read in one request, and held at once."""
+"""Size of a read request, and the number of requests held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class ObjectSink(FileSink):
         """See `FileSink`."""
         if self._file is not None:
             file, self._file = self._file, None
-            with contextlib.suppress(AttributeError):  # a file in memory, which has nothing to send
-                file.closed = True  # or its finalizer would send the rest
+            with contextlib.suppress(AttributeError):  # a file in memory, which does not send anything
+                file.closed = True  # otherwise its finalizer would send the rest
             with contextlib.suppress(Exception):  # the caller is raising the error that led here
                 file.discard()
 
@@ -197,12 +197,16 @@ class TensorFileWriter:
             self._append(part)
         if entry.name != name or self._nbytes - before != entry.nbytes:
             nbytes = self._nbytes - before
-            raise CheckpointError(f"got {name!r} of {nbytes} bytes, expected {entry.name!r} of {entry.nbytes}")
+            raise CheckpointError(
+                f"the tensor {name!r} has {nbytes} bytes, expected {entry.name!r} with {entry.nbytes}"
+            )
 
     def finish(self) -> FileRecord:
         """Flush the file to disk, close it, and return its record."""
         if self._pending:
-            raise CheckpointError(f"{len(self._pending)} tensors were not written, first {self._pending[0].name!r}")
+            raise CheckpointError(
+                f"{len(self._pending)} tensors were not written; the first is {self._pending[0].name!r}"
+            )
         if self._chunk_filled:
             self._crc32c.append(self._chunk_crc32c)
         self._file.finish()
@@ -222,7 +226,7 @@ class TensorFileWriter:
             written = 0
             while written < part.nbytes:  # an unbuffered write may stop early, for example when the disk is full
                 written += self._file.write(part[written:].data)
-            # After the write, which has brought the block into the cache: that halves the cost of the checksum.
+            # Done after the write, which loads the block into the cache; this halves the cost of the checksum.
             self._chunk_crc32c = google_crc32c.extend(self._chunk_crc32c, part)
             self._chunk_filled += part.nbytes
             at += part.nbytes
@@ -283,7 +287,7 @@ class TensorFileReader:
         """
         stored = self.tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"{self.path} does not hold {name!r}, which the manifest promises")
+            raise CheckpointError(f"{self.path} does not hold {name!r}, which the manifest lists")
         code, nbytes = DTYPES[dtype], numel * itemsize(dtype)
         if stored.dtype != code or stored.stop - stored.start != nbytes:
             raise CheckpointError(
@@ -299,7 +303,8 @@ class TensorFileReader:
         """
         if start + out.nbytes > self._record.nbytes:
             raise CheckpointError(
-                f"{self.path} ends at byte {self._record.nbytes}, asked for {out.nbytes} from {start}"
+                f"{self.path} ends at byte {self._record.nbytes}, but {out.nbytes} bytes were requested from byte "
+                f"{start}",
             )
         filled = 0
         while filled < out.nbytes:
@@ -370,7 +375,7 @@ class TensorFileReader:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read at byte {at}: {error.strerror}") from error
         if not nbytes:
-            raise CheckpointError(f"{self.path} ended at byte {at} while it was read")
+            raise CheckpointError(f"{self.path} ended at byte {at} while being read")
         return nbytes
 
     def _read_header(self) -> dict[str, StoredTensor]:
@@ -383,7 +388,9 @@ class TensorFileReader:
 
         metadata, tensors = parse_header(read, self._record.nbytes, where=str(self.path))
         if (save_id := metadata.get("save_id")) != self._save_id:
-            raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
+            raise CheckpointError(
+                f"{self.path} belongs to save {save_id!r}, but the manifest to save {self._save_id!r}"
+            )
         return tensors
 
 
@@ -396,7 +403,7 @@ def parse_header(
     """
     nbytes = int.from_bytes(read(0, 8), "little")
     if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
-        raise CheckpointError(f"{where} claims a header of {nbytes} bytes in a file of {size}")
+        raise CheckpointError(f"{where} has a header length of {nbytes} bytes, but the file has {size} bytes")
     try:
         header = parse_object(read(8, nbytes))
         metadata = dict(header.pop("__metadata__", {}))
@@ -412,9 +419,13 @@ def parse_header(
         if dtype not in NAMES:
             raise CheckpointError(f"{where}: {name!r} has the unknown dtype {dtype!r}")
         if min(shape, default=0) < 0 or stop > size or start < 8 + nbytes:
-            raise CheckpointError(f"{where}: {name!r} lies at bytes {start} to {stop} of {size}")
+            raise CheckpointError(
+                f"{where}: {name!r} is at bytes {start} to {stop}, outside the data of a file of {size} bytes"
+            )
         if stop - start != math.prod(shape) * itemsize(NAMES[dtype]):
-            raise CheckpointError(f"{where}: {name!r} of shape {shape} and {dtype} in {stop - start} bytes")
+            raise CheckpointError(
+                f"{where}: {name!r} with shape {shape} and dtype {dtype} has {stop - start} bytes, which does not match"
+            )
         found[name] = StoredTensor(dtype, shape, start, stop)
     filled = sorted((one.start, one.stop, name) for name, one in found.items() if one.start < one.stop)
     for (_, end, first), (start, _, second) in itertools.pairwise(filled):
@@ -449,7 +460,7 @@ def nbytes_inside(path: Location) -> int:
         return path.size()
     status = path.stat()
     if path.is_symlink() and path.resolve().parent != path.parent.resolve():
-        raise CheckpointError(f"{path} is a link that leads out of the checkpoint, to {path.resolve()}")
+        raise CheckpointError(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is no file")
     return status.st_size

@@ -45,7 +45,7 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError, OverflowError):
         raise CheckpointError(
             f"{where} was not written by torch.save, was written before torch 1.6, or is damaged",
-            hint="load and save it again with the program that wrote it",
+            hint="load it and save it again with the program that wrote it",
         ) from None
     compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
     if compressed or len(entries) > _MAX_ENTRIES or sum(entry.file_size for entry in entries) > size:
@@ -63,7 +63,7 @@ def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
     if not is_plain or tensor.device.type != "cpu" or tensor.is_quantized:
         raise CheckpointError(f"{where} is a {type(tensor).__name__} on {tensor.device}, not a tensor with values")
     if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{where} claims the shape {tuple(tensor.shape)}, which its bytes do not fill")
+        raise CheckpointError(f"{where} has the shape {tuple(tensor.shape)}, but its bytes are too few for it")
     return tensor.detach()
 
 

@@ -48,14 +48,14 @@ def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> 
     new directories appear or none.
     """
     save_id = uuid.uuid4().hex[:16]
-    # Beside the checkpoint, under the name of a save under way, which the next save removes if this one dies.
+    # A temporary directory next to the checkpoint, which the next save removes if this process is killed.
     temp = make_temp_directory(checkpoint, save_id, overwrite=True)
     try:
         for index, part in enumerate(part_paths(checkpoint) or [checkpoint], first):
             with open_native(part) as source:
                 require_room(temp, sum(nbytes_of(record) for _, _, record in source.contents.tensors()))
                 write_dcp(source, temp / f"{index}", index=index)
-        # Weights last: a program that finds them may rely on the optimizer's state.
+        # Weights come last, because a program that finds them may expect the optimizer's state.
         for written in temp.glob("*/*"):
             refuse_file(directory / written.name)  # before anything is replaced
         for written in sorted(temp.glob("*/*"), key=lambda path: path.name):

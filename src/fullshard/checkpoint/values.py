@@ -31,7 +31,9 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
     """
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a long double is its own
+    if isinstance(value, np.generic) and not isinstance(
+        value.item(), np.generic
+    ):  # `item()` of a long double returns itself
         return encode_value(value.item(), where=where, tensors=tensors)
     if isinstance(value, int):
         return int(value)
@@ -45,10 +47,10 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
             name += "'"
         if isinstance(value, DTensor):
             raise CheckpointError(
-                f"{where} is a sharded tensor, of which this rank has a part",
-                hint="pass its full_tensor(), or its model and optimizer (one per checkpoint) as such",
+                f"{where} is a sharded tensor, and this rank holds only a part of it",
+                hint="pass its full_tensor(), or pass its model and optimizer as arguments (one each per checkpoint)",
             )
-        stored_dtype(value, where=where)  # refuses what a file cannot hold, before anything is written
+        stored_dtype(value, where=where)  # raises an error for an unsupported tensor before anything is written
         tensors[name] = value.detach().resolve_conj().resolve_neg()
         return {_TAG: "tensor", "name": name}
     if isinstance(value, list | tuple | set):
@@ -60,7 +62,7 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
         return _encode_mapping(value, where=where, tensors=tensors)
     raise CheckpointError(
         f"{where} is a {type(value).__qualname__}, which cannot be stored without pickle",
-        hint="store numbers, text, tensors, and lists, tuples, sets and dicts of them",
+        hint="store numbers, text and tensors, and lists, tuples, sets and dicts of them",
     )
 
 
@@ -74,7 +76,7 @@ def encode_plain(value: Any, *, where: str) -> JsonValue:
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode_value(value, where=where, tensors=tensors)
     if tensors:
-        raise CheckpointError(f"{where} holds tensors inside a Python value")
+        raise CheckpointError(f"{where} contains tensors inside a Python value")
     return encoded
 
 
@@ -92,7 +94,7 @@ def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
     """Return the value that `encode_value` encoded."""
     try:
         return _decoded(value, tensors)
-    except (TypeError, ValueError) as error:  # `float("x")`; a list in a set
+    except (TypeError, ValueError) as error:  # for example `float("x")`, or a list in a set
         raise CheckpointError(f"a value of the checkpoint cannot be read: {error}") from None
 
 
@@ -121,7 +123,7 @@ def _decoded(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
             return base64.b64decode(text)
         case {"$": "tensor", "name": str(name)}:
             if name not in tensors:
-                raise CheckpointError(f"tensor {name!r} is in no file of the checkpoint")
+                raise CheckpointError(f"tensor {name!r} is not in any file of the checkpoint")
             return tensors[name]
         case {"$": "tuple", "items": list(items)}:
             return tuple(_decoded(item, tensors) for item in items)
@@ -131,11 +133,14 @@ def _decoded(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
             decoded = dict(_pair(item, tensors) for item in items)
             return Counter(decoded) if kind == "counter" else decoded
         case {"$": tag}:
-            raise CheckpointError(f"unknown kind of value {tag!r}", hint="update fullshard")
+            raise CheckpointError(
+                f"the checkpoint contains a value of the unknown kind {tag!r}",
+                hint="update fullshard",
+            )
     return {key: _decoded(item, tensors) for key, item in value.items()}
 
 
 def _pair(item: JsonValue, tensors: Mapping[str, Any]) -> tuple[Any, Any]:
     if not isinstance(item, list) or len(item) != 2:
-        raise CheckpointError(f"expected a key and a value, got {item!r}")
+        raise CheckpointError(f"expected a pair of a key and a value, got {item!r}")
     return _decoded(item[0], tensors), _decoded(item[1], tensors)

@@ -58,7 +58,7 @@ class Verification:
         if self.manifest is None or self.problems:
             return f"{self.path} is damaged:\n" + "\n".join(f"  {problem}" for problem in self.problems)
         return (
-            f"{self.path} is whole: {self.num_files} files, {format_nbytes(self.nbytes)}, "
+            f"{self.path} is valid: {self.num_files} files, {format_nbytes(self.nbytes)}, "
             f"{len(self.manifest.parameters)} parameters, saved by {self.manifest.world_size} ranks"
         )
 
@@ -111,7 +111,7 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
     """Return the missing parts of checkpoints that are valid only together."""
     names = {part.name for part, _ in parts}
     return [
-        f"{part} was saved as one of {manifest.parts} parts, {len(parts)} are there: {', '.join(sorted(names))}"
+        f"{part} was saved as one of {manifest.parts} parts, but {len(parts)} exist: {', '.join(sorted(names))}"
         for part, manifest in parts[:1]
         if manifest.parts != len(parts)
     ]
@@ -123,7 +123,7 @@ def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
     These are contradictory records, and files that are missing or truncated.
     """
     files = manifest.files
-    if isinstance(directory, ObjectPath):  # in one request; intact files need no other
+    if isinstance(directory, ObjectPath):  # one request is enough if all files are intact
         there = sizes_in(directory, files)
         files = {name: record for name, record in files.items() if there.get(name) != record.nbytes}
     sizes = (
@@ -151,8 +151,8 @@ def structure_problems(manifest: Manifest) -> list[str]:
         problems += [f"{tensor!r}: its file {f} is not in the manifest" for f in files if f not in manifest.files]
         problems += [f"{tensor!r}: {problem}" for problem in coverage_problems(pieces_of(record), record.numel)]
     problems += [
-        # before anyone makes room for what such a manifest claims
-        f"{name} of {manifest.files[name].nbytes} bytes is said to hold {nbytes} bytes of tensors"
+        # detected before memory is allocated for the sizes in the manifest
+        f"{name} has {manifest.files[name].nbytes} bytes, but should hold {nbytes} bytes of tensors"
         for name, nbytes in held.items()
         if name in manifest.files and nbytes > manifest.files[name].nbytes
     ]
@@ -176,7 +176,7 @@ def coverage_problems(pieces: Sequence[PieceRecord], numel: int) -> list[str]:
     for piece in pieces:
         start, stop = piece.start, piece.stop
         if start < 0 or stop > numel or start >= stop:
-            problems.append(f"rank {piece.rank} holds elements [{start}, {stop}) of {numel}")
+            problems.append(f"rank {piece.rank} holds elements [{start}, {stop}), but the tensor has {numel}")
         if start > end:
             problems.append(f"elements [{end}, {start}) are in no file")
         elif start < end and last >= 0:
@@ -193,13 +193,15 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
     assert optimizer is not None  # noqa: S101 -- the caller checked
     grouped = [name for group in optimizer.groups for name in group.parameters]
     unknown = sorted({*grouped, *optimizer.state} - manifest.parameters.keys())
-    problems = [f"the optimizer knows {name!r}, which is no parameter" for name in unknown]
+    problems = [f"the optimizer contains {name!r}, which is not a parameter" for name in unknown]
     for name, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, StateTensorRecord) and value.layout == "interval" and name in manifest.parameters:
                 shape = manifest.parameters[name].shape
                 if value.shape != shape:
-                    problems.append(f"optimizer state {name}/{key} has shape {value.shape}, its parameter {shape}")
+                    problems.append(
+                        f"optimizer state {name}/{key} has shape {value.shape}, but its parameter has {shape}"
+                    )
     return problems
 
 
@@ -259,4 +261,4 @@ def _content_problems(path: Location, reader: TensorFileReader, manifest: Manife
                 except CheckpointError as error:
                     problems.append(str(error))
     extra = sorted(reader.tensors.keys() - expected)
-    return problems + [f"{path} holds {name!r}, which the manifest does not know" for name in extra]
+    return problems + [f"{path} holds {name!r}, which is not in the manifest" for name in extra]

@@ -37,7 +37,7 @@ _OTHER_WEIGHTS = re.compile(
     r"(?!training_args|optimizer|scheduler|scaler|rng_state).*\.(safetensors|bin|pth?|h5|gguf|ckpt.*|distcp)"
     r"|flax_model.*|.*\.index(\..+)?\.json|adapter_config\.json|manifest\.json|\.metadata"
 )
-"""Files of a directory that hold, or describe, weights which cannot be read from it."""
+"""Files that hold or describe weights in formats that cannot be read here."""
 _STAGING_NBYTES = 16 * MIB
 
 
@@ -93,7 +93,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
         for start in range(0, interval.numel, per_round):
             buffer = bytearray(min(per_round, interval.numel - start) * dtype.itemsize)
             if file.readinto(buffer) < len(buffer):
-                raise CheckpointError(f"{path} ended at byte {file.tell()} while it was read")
+                raise CheckpointError(f"{path} ended at byte {file.tell()} while being read")
             values = torch.frombuffer(buffer, dtype=dtype)
             out[start : start + len(values)].copy_(values)
 
@@ -107,7 +107,7 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
     if path.is_dir():
         return path
     if path.exists() or looks_like_path(str(name_or_path)):
-        raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
+        raise CheckpointError(f"the directory {name_or_path} does not exist", hint="use a directory or a hub name")
     module = import_extra("huggingface_hub", extra="hf", purpose=f"downloading {name_or_path}")
     # Weights, configuration, tokenizer.
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -117,8 +117,8 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
             module.snapshot_download(str(name_or_path), allow_patterns=["pytorch_model*.bin"], **(hub or {}))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name_or_path} is not a directory, and cannot be fetched from the hub: {error}",
-            hint="give a directory, or download it first",
+            f"{name_or_path} is not a directory, and it cannot be downloaded from the hub: {error}",
+            hint="use a directory, or download it first",
         ) from error
     return path
 
@@ -137,7 +137,7 @@ def weights_file(directory: Path) -> Path | None:
         raise CheckpointError(
             f"{directory} holds {', '.join(found[:3])}, but neither {SINGLE_NAME} nor {PICKLED_NAME}",
             hint=(
-                "make them with `fullshard ckpt export` (from a checkpoint) or `fullshard merge` (from an adapter); "
+                "create them with `fullshard ckpt export` (from a checkpoint) or `fullshard merge` (from an adapter); "
                 "several files need their index"
             ),
         )
@@ -155,18 +155,21 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
     if path is None:
         raise CheckpointError(
             f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}, nor {PICKLED_NAME}",
-            hint="save_pretrained writes them",
+            hint="create these files with save_pretrained",
         )
     if path.suffix != ".json":
         yield from tensors_of(path)
         return
     for file, keys in sorted(indexed_files(path).items()):
         if not file.is_file():
-            raise CheckpointError(f"{path} names {file.name}, which is not there", hint="download or copy it again")
+            raise CheckpointError(
+                f"{path} names {file.name}, but this file does not exist",
+                hint="download or copy it again",
+            )
         tensors = dict(tensors_of(file))
         for key in keys:
             if key not in tensors:
-                raise CheckpointError(f"{file} does not hold {key!r}, which {path.name} promises")
+                raise CheckpointError(f"{file} does not hold {key!r}, which {path.name} lists")
             yield key, tensors[key]
 
 
@@ -177,7 +180,7 @@ def indexed_files(index: Path) -> dict[Path, list[str]]:
     """
     weight_map = json_file(index, limit_nbytes=MAX_HEADER_NBYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map")
+        raise CheckpointError(f"{index} does not have a weight_map")
     found: dict[Path, list[str]] = {}
     for key, name in weight_map.items():
         found.setdefault(file_beside(index.parent, name, where=str(index)), []).append(key)
@@ -193,7 +196,7 @@ def _pickled_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
     """Yield the tensors of a file that `torch.save` wrote, without running any code in it."""
     tensors = load_torch_file(path)
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-        raise CheckpointError(f"{path} holds a {type(tensors).__name__}, not tensors by name")
+        raise CheckpointError(f"{path} holds a {type(tensors).__name__}, expected a dict of tensors")
     for name, tensor in tensors.items():
         flat = check_tensor(tensor, where=f"{path}: {name!r}").reshape(-1)
         yield name, TensorSource(tuple(tensor.shape), tensor.dtype, path.name, functools.partial(_read_mapped, flat))

@@ -206,10 +206,10 @@ def test_checkpoints_of_accelerate_become_ours(tmp_path: Path, kind: str) -> Non
         assert {n for n, t in read.items() if not torch.equal(t, theirs[n])} == set()
         assert sum("/" in name for name in read) > 30
         notes = write_native(source, tmp_path / "ours", world_size=2)
-    assert notes == ["not taken over: scheduler.bin"]
+    assert notes == ["not converted: scheduler.bin"]
     with open_source(tmp_path / "theirs", optimizer=False) as source:
         assert not any("/" in name for name in _read_all(source))
-        assert source.contents.notes == [f"not taken over: {_optimizer_name(kind)}, scheduler.bin"]
+        assert source.contents.notes == [f"not converted: {_optimizer_name(kind)}, scheduler.bin"]
 
 
 def _optimizer_name(kind: str) -> str:
@@ -291,7 +291,7 @@ def test_incomplete_files_of_torch_xla_are_refused(tmp_path: Path) -> None:
     net = nn.Linear(25, 14)
     write_xla(tmp_path, net, [], 3, flat=True)
     (tmp_path / "rank-1-of-3.pth").unlink()
-    with pytest.raises(CheckpointError, match="ranks 0 of 3, 2 of 3; expected each"):
+    with pytest.raises(CheckpointError, match="ranks 0 of 3, 2 of 3; expected every"):
         open_source(tmp_path)
     write_xla(tmp_path, net, [], 3, flat=True)
     (tmp_path / "rank-1-of-3.pth").write_bytes((tmp_path / "rank-0-of-3.pth").read_bytes())

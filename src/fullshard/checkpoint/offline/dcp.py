@@ -55,7 +55,7 @@ _OPTIMIZER_PREFIXES: tuple[tuple[str, ...], ...] = (
     ("optimizer",), ("optim",), ("app", "optimizer"), ("app", "optim"), ("optimizers",), ("optimizer_state_dict",)
 )  # fmt: skip
 _MAX_VALUE_NBYTES = 2**26
-"""A Python value in a checkpoint is an option or a counter; what is larger than this is left alone."""
+"""Python values in a checkpoint are options and counters. Larger values are rejected."""
 
 _Path = tuple[str | int, ...]
 
@@ -72,8 +72,8 @@ def open_dcp(
     parameters = {name: tensor_record(stored.shape, str(stored.dtype), where=name) for name, stored in model.items()}
     if not parameters:
         raise CheckpointError(
-            f"{path} holds no model: " + (", ".join(others[:5]) or "it is empty"),
-            hint="give the directory of the model, or the one that holds both",
+            f"{path} does not hold a model; its entries are: " + (", ".join(others[:5]) or "none"),
+            hint="use the directory of the model, or the one that holds both model and optimizer",
         )
     record = None
     if optimizer and state:
@@ -83,13 +83,13 @@ def open_dcp(
         notes = [*notes, f"{', '.join(sorted(others)[:20])}: not part of the model"]
     contents = Contents(parameters, optimizer=record, notes=notes)
     records = {(kind, name): record for kind, name, record in contents.tensors()}
-    load = functools.lru_cache(1)(_load)  # chunks of a tensor follow each other
+    load = functools.lru_cache(1)(_load)  # chunks of a tensor are read one after another
 
     def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
         stored, record = tensors[kind, name], records[kind, name]
         if not record.shape:
             return load(stored, stored.boxes[0]).reshape(-1)
-        # Whole rows around the interval; boxes are cut in all dims.
+        # Read full rows around the interval, because boxes can be split along all dims.
         per_row = record.numel // record.shape[0]
         first, last = interval.start // per_row, -(-interval.stop // per_row)
         rows = torch.empty((last - first, *record.shape[1:]), dtype=dtype_of(record))
@@ -110,7 +110,7 @@ def _split(
     """Split entries into the model's tensors by name, the optimizer's entries by relative path, and all other names."""
 
     def below(prefix: tuple[str, ...]) -> list[StoredObject]:
-        # At the top level names stand alone (torchtitan); everything longer is another part of the state.
+        # At the top level (torchtitan) paths have one part; longer paths belong to other parts of the state.
         found = [e for e in entries if e.path[: len(prefix)] == prefix and len(e.path) > len(prefix)]
         return found if prefix else [e for e in found if len(e.path) == 1]
 
@@ -138,9 +138,11 @@ def _optimizer(
     groups = nested.setdefault("param_groups", [])
     for group in groups:
         for key, value in group.items():
-            if isinstance(value, StoredObject):  # a learning rate, say
+            if isinstance(value, StoredObject):  # for example a learning rate
                 if value.shape not in ((), (1,)):
-                    raise CheckpointError(f"{where}: the option {key} is a tensor of shape {value.shape}")
+                    raise CheckpointError(
+                        f"{where}: the option {key} is a tensor of shape {value.shape}, expected a single value"
+                    )
                 group[key] = _load(value, value.boxes[0]).item()
     return optimizer_record(nested, parameters, where=where)
 
@@ -153,7 +155,7 @@ def _nest(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
         for part in path[:-1]:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise CheckpointError(f"{'.'.join(map(str, path))} lies inside another value")
+                raise CheckpointError(f"{'.'.join(map(str, path))} is nested in an entry that is not a container")
         place[path[-1]] = leaf
     groups = root.get("param_groups")
     if isinstance(groups, dict):
@@ -174,7 +176,10 @@ def _load(stored: StoredObject, box: Box) -> torch.Tensor:
 def _value(stored: StoredObject) -> Any:
     box = stored.boxes[0]
     if box.nbytes > _MAX_VALUE_NBYTES:
-        raise CheckpointError(f"{stored.directory / box.file} ({stored.name}) is a Python value of {box.nbytes} bytes")
+        raise CheckpointError(
+            f"{stored.directory / box.file} ({stored.name}) holds a Python value of {box.nbytes} bytes, which is too "
+            "large",
+        )
     return _read_box(stored, box)[1]
 
 
@@ -235,16 +240,17 @@ def write_dcp(
 
 
 def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -> None:
-    # No copies ahead: one tensor is resolved, written, and only then the next.
+    # Do not copy ahead: each tensor is resolved and written before the next one.
     writer = dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # no Exception, so no caller would catch it
+        except CheckpointException as error:  # not a subclass of Exception, so callers would not catch it
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise CheckpointError(
-                f"cannot write {directory.name}: {reasons}", hint="is the disk full? torch does not always say it"
+                f"cannot write {directory.name}: {reasons}",
+                hint="check whether the disk is full, because torch does not always report it",
             ) from error
 
 

@@ -130,16 +130,18 @@ class _Unpickler(pickle._Unpickler):
             return name
         if name in _NAMES.get(module, ()):
             base: type = {"Size": tuple, "OrderedDict": dict}.get(name, _StandIn)
-            # made anew for every file: a pickle may write to the classes it is given
+            # created for each file, because a pickle can modify the classes that it gets
             return self._classes.setdefault((module, name), type(name, (base,), {}))
         raise CheckpointError(
-            f"{self._path} asks for {module}.{name}, which is no part of a checkpoint; nothing was run",
+            f"{self._path} asks for {module}.{name}, which does not belong in a checkpoint; nothing was run",
             hint="do not load this checkpoint with any other program either",
         )
 
     def get_extension(self, code: int) -> None:
         """Raise an error, because classes that are registered by number are not allowed."""
-        raise CheckpointError(f"{self._path} asks for the registered class {code}, which is no part of a checkpoint")
+        raise CheckpointError(
+            f"{self._path} asks for the registered class {code}, which does not belong in a checkpoint"
+        )
 
 
 def _objects(directory: Path, root: Any) -> list[StoredObject]:
@@ -164,16 +166,16 @@ def _objects(directory: Path, root: Any) -> list[StoredObject]:
             dtype = record["properties"].state
             dtype = dtype["dtype"] if isinstance(dtype, dict) else dtype[0]
             if dtype not in DTYPES:
-                raise ValueError(f"{name} has no known dtype")
+                raise ValueError(f"the dtype of {name} is unknown")
             objects.append(StoredObject(directory, path, dtype, _ints(record["size"]), boxes))
         else:
-            raise ValueError(f"{name} is a {kind}")
+            raise ValueError(f"{name} has the unknown type {kind}")
     return objects
 
 
 def _ints(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or any(type(value) is not int or not 0 <= value < 2**62 for value in values):
-        raise ValueError(f"{values!r:.80} is no shape")
+        raise ValueError(f"{values!r:.80} is not a shape")
     return tuple(values)
 
 
@@ -182,7 +184,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
         raise CheckpointError(f"{info['relative_path']} is compressed or encrypted, which is not supported")
     start, nbytes, file = info["offset"], info["length"], info["relative_path"]
     if type(start) is not int or type(nbytes) is not int or not isinstance(file, str):
-        raise ValueError("an entry does not say where it lies in a file")
+        raise ValueError("an entry has no location in a file")
     return Box(offsets, sizes, file, start, nbytes)
 
 
@@ -198,9 +200,13 @@ def _problems(stored: StoredObject) -> list[str]:
         except CheckpointError as error:
             return [str(error)]
         if box.start < 0 or box.nbytes < 0 or box.start + box.nbytes > size:
-            problems.append(f"{name}: bytes {box.start} to {box.start + box.nbytes} of {box.file}, which has {size}")
+            problems.append(
+                f"{name}: bytes {box.start} to {box.start + box.nbytes} are not inside {box.file} of {size} bytes"
+            )
         elif stored.dtype and box.numel * itemsize(stored.dtype) > box.nbytes:
-            problems.append(f"{name}: {box.sizes} elements of {stored.dtype} in {box.nbytes} bytes of {box.file}")
+            problems.append(
+                f"{name}: {box.sizes} elements of {stored.dtype} do not fit in {box.nbytes} bytes of {box.file}"
+            )
     if stored.dtype is None:
         return problems if len(stored.boxes) == 1 else [f"{name} is stored {len(stored.boxes)} times"]
     return problems + [f"{name}: {problem}" for problem in _coverage(stored.shape, stored.boxes)]
@@ -217,7 +223,7 @@ def _coverage(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> list[str]:
     numel = sum(box.numel for box in boxes)
     if numel != math.prod(shape):
         return [f"{numel} of its {math.prod(shape)} elements are stored"]
-    # Sorted by their first dim, a box can only overlap those that start before it ends.
+    # After sorting by the first dim, a box can only overlap boxes that start before it ends.
     ordered = sorted((box for box in boxes if box.numel), key=lambda box: box.offsets)
     for number, box in enumerate(ordered):
         for other in ordered[number + 1 :]:

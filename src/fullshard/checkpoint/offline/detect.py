@@ -37,8 +37,8 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
         return source
     if not isinstance(path, Path):
         raise CheckpointError(
-            f"{path} holds no fullshard checkpoint, and other formats are not read from an object store",
-            hint="copy it to a directory first",
+            f"{path} does not hold a fullshard checkpoint, and other formats cannot be read from an object store",
+            hint="copy it to a local directory first",
         )
     if not path.is_dir():
         return _file(path, optimizer)
@@ -48,8 +48,10 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
     entries = sorted(entry.name for entry in path.iterdir())
     inside = [name for name in entries if (path / name / MANIFEST_NAME).is_file()]
     raise CheckpointError(
-        f"{path} holds no checkpoint in a known format; it holds {', '.join(entries[:10]) or 'nothing'}",
-        hint=f"did you mean {path / inside[-1]}?" if inside else "docs/migration.md lists what can be read",
+        f"{path} does not hold a checkpoint in a known format; it holds {', '.join(entries[:10]) or 'nothing'}",
+        hint=f"did you mean {path / inside[-1]}?"
+        if inside
+        else "see docs/migration.md for the formats that can be read",
     )
 
 
@@ -65,7 +67,7 @@ def _native(path: Location) -> Source | None:
     if state != path and isinstance(path, Path):
         if not any(record.is_stored for record in source.contents.parameters.values()):
             source.close()
-            return None  # its weights lie beside it
+            return None  # its weights are in the parent directory
         source.title, source.path = "checkpoint of Trainer on fullshard", path
     return source
 
@@ -112,4 +114,4 @@ def _directory(path: Path, optimizer: bool) -> Source | None:
 def _left_over(path: Path, used: list[Path]) -> list[str]:
     """Return a note about the files of a foreign training state that are not converted."""
     names = sorted(entry.name for entry in {*path.iterdir()} - {*used, *files_beside_weights(path)})
-    return [f"not taken over: {', '.join(names)}"] if names else []
+    return [f"not converted: {', '.join(names)}"] if names else []

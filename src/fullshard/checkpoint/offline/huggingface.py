@@ -47,7 +47,7 @@ from fullshard.features.meta_device import meta_parameters
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_NBYTES = 2**26
 _GROUPS_HELD = 3
-"""The groups of a layer, whose tensors are written in turn; more are made again."""
+"""The number of converted groups to keep: those of one layer, whose tensors are written in turn."""
 _COPIED = (
     CONFIG_NAME, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
@@ -80,7 +80,7 @@ def files_beside_weights(directory: Path) -> list[Path]:
 def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     """Return the model that the configuration in a directory describes, with its parameters on the meta device."""
     path = directory / CONFIG_NAME
-    read_configuration(path)  # Transformers' error for a file that is no JSON names no file
+    read_configuration(path)  # Transformers' error for invalid JSON does not name the file
     try:
         config = transformers.AutoConfig.from_pretrained(directory)
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
@@ -88,11 +88,11 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
         make = getattr(cls, "_from_config", None) or cls.from_config
         with meta_parameters():
             model: nn.Module = make(config, dtype=dtype)
-    except Exception as error:  # each family checks its fields in its own way
+    except Exception as error:  # each model family checks its fields in its own way
         raise CheckpointError(
-            f"{path}: Transformers {transformers.__version__} cannot build a model from it: {type(error).__name__}: "
-            f"{error}",
-            hint="it must be the model's whole configuration, and Transformers new enough to know the model",
+            f"{path}: Transformers {transformers.__version__} cannot build a model from this file: "
+            f"{type(error).__name__}: {error}",
+            hint="use the model's complete configuration, and a version of Transformers that supports the model",
         ) from error
     return model
 
@@ -124,8 +124,11 @@ def write_weights(
     if needs_config:
         if adapter := next((name for name in names if ".lora_" in name or ".base_layer." in name), None):
             raise CheckpointError(
-                f"{source.path} carries adapters ({adapter!r}), whose names no plain model has",
-                hint="merge them into the base model: fullshard merge; or take the tensors as they are: consolidate",
+                f"{source.path} contains adapters ({adapter!r}), so its tensor names are not those of a plain model",
+                hint=(
+                    "merge them into the base model with `fullshard merge`, or write the tensors unchanged with "
+                    "`consolidate`"
+                ),
             )
         source = _in_stored_form(source, copied[0].parent)
     records = {name: cast_record(record, cast) for name, record in source.contents.model.items()}
@@ -155,16 +158,14 @@ def write_weights(
 def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> list[Path]:
     """Return the files to copy, starting with `config.json` if it exists."""
     directory = source.path if config_from is None else local_path(config_from)
-    hint = "name the directory of the model that training started from: --config-from DIRECTORY"
+    hint = "pass the directory of the model that training started from: --config-from DIRECTORY"
     found = []
     if isinstance(directory, Path):
         if not directory.exists():
-            raise ConfigError(f"there is no directory {directory}", hint=hint)
+            raise ConfigError(f"the directory {directory} does not exist", hint=hint)
         found = files_beside_weights(directory if directory.is_dir() else directory.parent)
     if needs_config and (not found or found[0].name != CONFIG_NAME):
-        raise CheckpointError(
-            f"{directory} holds no {CONFIG_NAME}, without which from_pretrained reads nothing", hint=hint
-        )
+        raise CheckpointError(f"{directory} does not hold a {CONFIG_NAME}, which from_pretrained needs", hint=hint)
     return found
 
 
@@ -187,7 +188,7 @@ def _in_stored_form(source: Source, directory: Path) -> Source:
     except CheckpointError as error:
         if not isinstance(error.__cause__, (OSError, ValueError)):
             raise
-        return source  # of no model that it knows
+        return source  # of an unknown model
     return stored_form_of(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
 
 

@@ -87,7 +87,7 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     """
     files = open_weights(path, is_decoded=True)
     directory = _config_directory(adapter)
-    # As wide as on disk, whatever the configuration says: a narrower merge would lose bits.
+    # Use the widest dtype on disk, whatever the configuration says, because a narrower merge would lose bits.
     dtypes = {dtype_of(record) for record in files.contents.parameters.values()}
     wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
     model, values, rules = _peft_model(path, adapter, directory, wide)
@@ -111,7 +111,7 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     for source in merged.sources:
         parts = (name for part in merged.parts(source) for name in merged.local(part).names)
         if merged.is_changed(source) or not values.keys().isdisjoint(parts):
-            # The first name where the base has none of them: untied by the adapter.
+            # If the adapter untied the tensor, the base has none of its names, so use the first.
             changed[next((name for name in source.names if base.keys(name)), source.name)] = source
     contents, read = _with(base, changed, lambda source: merged.merge(source, whole), merged.base)
     with tempfile.TemporaryDirectory() as beside:
@@ -164,8 +164,8 @@ def _config_directory(adapter: Path) -> Path:
         if (directory / ADAPTER_CONFIG).is_file():
             return directory
     raise CheckpointError(
-        f"{adapter} holds no {ADAPTER_CONFIG}, which says what the adapter is",
-        hint="give a directory that save_model or PEFT wrote, or a checkpoint of Trainer's",
+        f"{adapter} does not hold an {ADAPTER_CONFIG}, which describes the adapter",
+        hint="use a directory that save_model or PEFT wrote, or a Trainer checkpoint",
     )
 
 
@@ -179,7 +179,7 @@ def _peft_model(
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
     base_model: Any = skeleton_of(transformers, base, dtype)
-    vars(base_model.config).pop("quantization_config", None)  # values are merged and written
+    vars(base_model.config).pop("quantization_config", None)  # the merge computes and writes decoded values
     rules = loading_rules(base_model, outline_of(base_model, tensors_of(base_model)))
     path = directory / ADAPTER_CONFIG
     read_configuration(path)
@@ -196,13 +196,13 @@ def _peft_model(
             model: Any = peft.get_peft_model(base_model, config, low_cpu_mem_usage=True)
         except Exception as error:  # each method checks its fields in its own way
             raise CheckpointError(
-                f"{path}: PEFT {peft.__version__} cannot build an adapter for {base} from it: {type(error).__name__}: "
-                f"{error}",
-                hint="it must be the adapter's whole configuration, and the base the model that it was trained on",
+                f"{path}: PEFT {peft.__version__} cannot build an adapter for {base} from this file: "
+                f"{type(error).__name__}: {error}",
+                hint="use the adapter's complete configuration, and the base model that it was trained on",
             ) from error
     if not is_ours:
         stored = _by_model_name(peft, model, stored, adapter)
-    # A checkpoint of a model with Transformers' own `add_adapter` lacks the prefix of its base.
+    # Names in a checkpoint of a model with Transformers' own `add_adapter` lack the base model's prefix.
     prefix = next(f"{name}." for name, module in model.named_modules() if module is model.get_base_model())
     return model, {name.removeprefix(prefix): value for name, value in stored.items()}, rules
 
@@ -214,7 +214,8 @@ def _open_adapter(directory: Path) -> Source:
         if (place / MANIFEST_NAME).is_file():
             return open_native(place)
     raise CheckpointError(
-        f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint", hint="give the adapter's directory"
+        f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint",
+        hint="use the adapter's directory",
     )
 
 
@@ -229,7 +230,9 @@ def _by_model_name(
     names = {id(value): name for name, value in stand_ins.items()}
     places = {key: names[id(value)] for key, value in chosen.items() if id(value) in names}
     if strangers := sorted(stored.keys() - places.keys() - stand_ins.keys()):
-        raise CheckpointError(f"{directory} does not fit the base, which has no place for {', '.join(strangers[:5])}")
+        raise CheckpointError(
+            f"{directory} does not fit the base model, which has no parameters for {', '.join(strangers[:5])}"
+        )
     return {places.get(key, key): value for key, value in stored.items()}
 
 

@@ -31,13 +31,13 @@ def optimizer_record(
     """
     state, groups = nested.get("state"), nested.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
-        raise CheckpointError(f"{where} is not the state of an optimizer: state or param_groups are missing")
+        raise CheckpointError(f"{where} is not the state of an optimizer, because state or param_groups is missing")
     if any(not isinstance(name, str) for name in state):
         state, groups = _named(state, groups, where=where)
     strangers = sorted({*state, *(name for group in groups for name in group["params"])} - parameters.keys())
     if strangers:
         raise CheckpointError(
-            f"{where} holds {len(strangers)} parameters that the model does not have, first {strangers[0]!r}",
+            f"{where} holds {len(strangers)} parameters that the model does not have; the first is {strangers[0]!r}",
             hint="import the model and the optimizer from the same save",
         )
     leaves: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
     """
     if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         raise CheckpointError(
-            f"{where} stores its state by number, so the parameters' names are unknown",
+            f"{where} stores its state by number, so the names of the parameters are unknown",
             hint="import without the optimizer (--no-optimizer)",
         )
     names = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}

@@ -29,9 +29,9 @@ from fullshard.core.sizes import MIB
 from fullshard.engine.precision import dtype_name
 
 Progress = Callable[[int], None]
-"""Called with the bytes that were just written."""
+"""Called with the number of bytes that were just written."""
 _HELD_NBYTES = 16 * MIB
-"""The part of a tensor that is read, converted and written at a time."""
+"""Size of the part of a tensor that is read, converted and written at a time."""
 
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", bound=TensorRecord)
@@ -103,8 +103,8 @@ def refuse_around(source: Source, final: Location) -> None:
     for place in (source.path, *source.places):
         if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
             raise CheckpointError(
-                f"{final} holds {place}, which is being read: replacing it would remove its contents",
-                hint="name a directory in it, or another",
+                f"{final} contains {place}, which is being read, and replacing it would remove the source",
+                hint="use a directory inside it, or another one",
             )
 
 
@@ -113,7 +113,10 @@ def require_values(source: Source, hint: str | None = None) -> dict[str, TensorR
     records = source.contents.model
     absent = [name for name, record in records.items() if not record.is_stored]
     if absent:
-        raise CheckpointError(f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}", hint=hint)
+        raise CheckpointError(
+            f"{source.path} does not hold the values of {len(absent)} tensors; the first is {absent[0]!r}",
+            hint=hint,
+        )
     return records
 
 
@@ -172,7 +175,7 @@ def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str)
     if name not in DTYPES:
         raise CheckpointError(f"{where} has dtype {name}, which safetensors cannot store")
     if any(not isinstance(n, int) or n < 0 for n in shape) or math.prod(shape) > 2**62:
-        raise CheckpointError(f"{where} claims the shape {tuple(shape)}")
+        raise CheckpointError(f"{where} has the invalid shape {tuple(shape)}")
     return TensorRecord(shape=tuple(shape), dtype=name, pieces=())
 
 
@@ -190,5 +193,7 @@ def plain_names(named: Mapping[str, T]) -> dict[str, T]:
     if plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}
     if len(plain) != len(named):
-        raise CheckpointError(f"{len(named)} names become only {len(plain)} when wrappers' prefixes are removed")
+        raise CheckpointError(
+            f"{len(named)} names are reduced to only {len(plain)} when the prefixes of wrappers are removed"
+        )
     return plain

@@ -86,7 +86,7 @@ def memory_source(
 ) -> Source:
     """Return a source of named tensors in memory or mapped from a file, with an optimizer's state dict if given."""
     if not weights:
-        raise CheckpointError(f"{path} holds no tensors of a model")
+        raise CheckpointError(f"{path} does not hold any tensors of a model")
     tensors: dict[tuple[Kind, str], Pieces] = {
         ("model", name): _pieces(value, where=f"{path}: {name}") for name, value in weights.items()
     }
@@ -100,7 +100,7 @@ def memory_source(
         path,
         Contents(parameters, optimizer=record, notes=notes),
         lambda kind, name, interval: tensors[kind, name].read(interval),
-        close=tensors.clear,  # a file stays mapped as long as a tensor of it is held
+        close=tensors.clear,  # a file stays mapped while one of its tensors exists
     )
 
 

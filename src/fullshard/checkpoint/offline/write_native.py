@@ -51,7 +51,7 @@ from fullshard.core.version import __version__
 _PROBE_NUMEL = 4096
 
 _Cut = dict[tuple[Kind, str], tuple[TensorRecord, list[Interval]]]
-"""Every stored tensor with what each rank holds of it."""
+"""Every stored tensor with the interval that each rank holds."""
 
 
 def write_native(
@@ -100,7 +100,9 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
     Tensors are cast, tied tensors appear once, and the optimizer's class is set.
     """
     contents = source.contents
-    require_values(source, hint="it was saved with an adapter whose base model lies elsewhere; load it in a run")
+    require_values(
+        source, hint="load it in a run instead, because it was saved with an adapter and without the base model"
+    )
     parameters, optimizer = dict(contents.parameters), contents.optimizer
     for name, tied in _tied(source).items() if contents.manifest is None else ():
         parameters[name] = parameters[name].model_copy(update={"aliases": (*parameters[name].aliases, *tied)})
@@ -111,8 +113,8 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
             raise ConfigError(f"{source.path} was saved with {optimizer.kind}, not with {optimizer_kind}")
         if not (optimizer.kind or optimizer_kind):
             raise ConfigError(
-                f"{source.path} does not say which optimizer its state is of",
-                hint="name its class, for example --optimizer AdamW, or leave it out with --no-optimizer",
+                f"{source.path} does not name the optimizer that its state belongs to",
+                hint="name its class, for example --optimizer AdamW, or omit it with --no-optimizer",
             )
         aliases = {name for record in parameters.values() for name in record.aliases}
         groups = tuple(
@@ -195,7 +197,7 @@ def _write_rank_file(
     progress: Progress,
 ) -> FileRecord:
     entries = [
-        # as the ranks of a run write them: replicated state in its shape, all else as 1-D intervals
+        # as in a run: replicated state keeps its shape, everything else is stored as 1-D intervals
         TensorEntry(name, record.dtype, record.shape if _is_replicated(record) else (interval.numel,))
         for name, (record, interval) in parts.items()
     ]
@@ -214,7 +216,7 @@ def _write_rank_states(new: Store, source: Source, world_size: int, notes: list[
     files = {}
     saved = source.contents.manifest.world_size if source.contents.manifest else 0
     if saved and saved != world_size:
-        notes.append(f"random number generators: saved by {saved} ranks, of no use to {world_size}")
+        notes.append(f"random number generators: saved by {saved} ranks, so they cannot be used by {world_size}")
     for rank in range(saved if saved == world_size else min(saved, 1)):
         tensors = source.rank_state(rank)
         if saved != world_size:

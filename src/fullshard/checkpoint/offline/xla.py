@@ -21,10 +21,10 @@ from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 
 _OUTER = "model.model."
-"""The prefix of TorchAcc's own wrappers in every name."""
+"""The prefix that TorchAcc's wrappers add to every name."""
 
 Shard = tuple[str, tuple[int, ...], list[torch.Tensor]]
-"""A sharded parameter: its name, its size, and what each rank holds."""
+"""A sharded parameter: its name, its shape, and the shard of each rank."""
 
 
 def rank_files(directory: Path) -> list[Path]:
@@ -48,11 +48,11 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> So
         models = _by_rank([value for value in loaded if "model" in value], path, "model")
         states = _by_rank([value for value in loaded if optimizer and "optimizer" in value], path, "optimizer")
         if not models:
-            raise CheckpointError(f"{path} holds no model: none of its {len(loaded)} files has one")
+            raise CheckpointError(f"{path} does not hold a model: none of its {len(loaded)} files contains one")
         return _assembled(path, models, [value["optimizer"] for value in states])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{path}: its shard_metadata is not as torch_xla writes it ({type(error).__name__}: {error})"
+            f"{path}: its shard_metadata does not have torch_xla's format ({type(error).__name__}: {error})"
         ) from None
 
 
@@ -65,7 +65,7 @@ def _by_rank(loaded: Sequence[Any], path: Path, what: str) -> list[Any]:
     if ranked != [(rank, len(loaded)) for rank in range(len(loaded))]:
         held = ", ".join(f"{rank} of {size}" for rank, size in ranked[:20])
         raise CheckpointError(
-            f"{path} holds the {what} files of ranks {held}; expected each rank of one checkpoint once"
+            f"{path} holds the {what} files of ranks {held}; expected every rank of one checkpoint exactly once"
         )
     return sorted(loaded, key=lambda value: int(value["shard_metadata"]["rank"]))
 
@@ -82,12 +82,14 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
         for key, info in keys.items()
     }
     if absent := sorted(known.keys() - ranks[0].keys()):
-        raise CheckpointError(f"{path} lacks {absent[0]!r}, which its shard_metadata promises")
+        raise CheckpointError(f"{path} lacks {absent[0]!r}, which is in its shard_metadata")
 
     def by_plain_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
         pairs = [(plain_name(name).removeprefix(outer), value) for name, value in named]
         if len(dict(pairs)) < len(pairs):
-            raise CheckpointError(f"{path} holds {len(pairs)} parameters under {len(dict(pairs))} names")
+            raise CheckpointError(
+                f"{path} holds {len(pairs)} parameters, but their names are reduced to only {len(dict(pairs))}"
+            )
         return dict(pairs)
 
     def members(shard: Shard) -> dict[str, Pieces]:
@@ -117,8 +119,8 @@ def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tupl
     is_whole = sum(part.numel() for part in parts) >= math.prod(size) == sum(numels)
     if not is_whole or [math.prod(s) for s in shapes] != list(numels) or len({p.dtype for p in parts}) > 1:
         raise CheckpointError(
-            f"{path}: {name} has {math.prod(size)} elements, its shards {[part.numel() for part in parts]}, and the "
-            f"parameters in it {list(numels)}"
+            f"{path}: {name} has {math.prod(size)} elements, but its shards have {[part.numel() for part in parts]} "
+            f"and the parameters in it {list(numels)}",
         )
     for member, shape, end in zip(names, shapes, itertools.accumulate(numels), strict=True):
         yield f"{unit}.{member}" if unit else member, Pieces(tuple(shape), parts, end - math.prod(shape))
@@ -134,8 +136,8 @@ def _optimizer_state(
     (options, *more), count = states[0]["param_groups"], len(shards)
     if more or list(options["params"]) != list(range(count)):
         raise CheckpointError(
-            f"{path}: the optimizer has {1 + len(more)} parameter groups, the first of {len(options['params'])} "
-            f"parameters, where the model has {count}; their names cannot be told",
+            f"{path}: the optimizer has {1 + len(more)} parameter groups, the first with {len(options['params'])} "
+            f"parameters, but the model has {count} parameters, so their names are unknown",
             hint="import without the optimizer (--no-optimizer)",
         )
     state: dict[str, dict[str, Any]] = {name: {} for shard in shards for name in members(shard)}
@@ -147,7 +149,7 @@ def _optimizer_state(
                 where = f"{path}: optimizer state of {shard[0]}"
                 parts = [check_tensor(rank["state"][number][key], where=where) for rank in states]
                 if [part.numel() for part in parts] != [part.numel() for part in shard[2]]:
-                    raise CheckpointError(f"{where} is not cut as the parameter is")
+                    raise CheckpointError(f"{where} is not sharded like the parameter")
                 leaves = members((*shard[:2], parts))
             for member, leaf in leaves.items():
                 state[member][key] = leaf
