@@ -478,7 +478,11 @@ def test_verify_reports_everything(saved: Path) -> None:
     ("where", "value", "problem"),
     [
         (("parameters", "inner.0.weight", "dtype"), "x", "'inner.0.weight' has the unknown dtype 'x'"),
-        (("optimizer", "groups", 0, "options", "betas", "$"), "x", "option 'betas' of parameter group 0: unknown kind"),
+        (
+            ("optimizer", "groups", 0, "options", "betas", "$"),
+            "x",
+            "option 'betas' of parameter group 0: the checkpoint contains a value of the unknown kind",
+        ),
         (("states", "extra", "step"), {"$": "float", "value": "x"}, "extra: a value of the checkpoint cannot be read"),
         (("states", "extra", "step"), {"$": "set", "items": [[]]}, "extra: a value of the checkpoint cannot be read"),
         (("states", "extra", "step"), {"$": "tensor", "name": "none"}, "lacks 'none'|'none' is not in any file"),
