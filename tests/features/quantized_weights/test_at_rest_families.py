@@ -6,6 +6,7 @@ pytest tests/features/quantized_weights/test_at_rest_families.py -m "full or not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fullshard import Accelerator
+from fullshard.checkpoint import from_pretrained
 from fullshard.features import fully_shard, shard_model
 from fullshard.features.quantized_weights.marks import Mark
 from fullshard.features.quantized_weights.quantize import mark, quantize
 from tests.differential import BFLOAT16_TOLERANCE, EPS, Record, check, compare, difference, gradients, parameters, whole
 from tests.distributed import run_ranks
 from tests.features.quantized_weights.test_at_rest import check_bytes_of, coded_buckets, layers, round_trip
+from tests.memory import PeakGrowth
 from tests.traps import rank_and_size
 
 pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
@@ -251,3 +255,29 @@ def check_bytes_of_experts(form: str, at_rest: float) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bytes_of_experts_at_rest_and_in_messages(size: int, form: str, at_rest: float) -> None:
     run_ranks(check_bytes_of_experts, size, form, at_rest)
+
+
+def check_loading(directory: str, form: str) -> tuple[int, int, int]:
+    """Peak growth of this process, bytes of its codes, and bytes of the largest interval of a weight as numbers."""
+    accelerator = Accelerator(cpu=True)
+    model: Any = from_pretrained(transformers.AutoModelForCausalLM, directory, quantize=form, dtype=torch.bfloat16)
+    with PeakGrowth() as peak:
+        model = accelerator.prepare(model)
+    buckets = coded_buckets(model)
+    largest = max(2 * parameter.interval.numel for parameter in model.parameters())
+    return peak.nbytes, sum(tensor.nbytes for bucket in buckets for tensor in bucket.stored), largest
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory figures of Linux")
+def test_loading_takes_codes_and_one_interval(tmp_path: Path) -> None:
+    large = {"hidden_size": 1024, "moe_intermediate_size": 2048, "num_experts": 16, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        config = transformers.Qwen3MoeConfig(**{**TEXT, **CHOSEN, **large})
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model.save_pretrained(tmp_path)
+    for peak, codes, largest in run_ranks(check_loading, 2, str(tmp_path), "nf4"):
+        assert peak <= codes + largest + 2**27, (peak, codes, largest)  # all intervals would be 400 MB
