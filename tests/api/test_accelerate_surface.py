@@ -170,7 +170,7 @@ def test_every_kind_of_handler_is_used_or_refused(kind: type, capsys: pytest.Cap
         return
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     assert accelerator.handlers[kind.__name__] is handler
-    said = "no effect, the model is sharded" in capsys.readouterr().err
+    said = "have no effect: the model is sharded" in capsys.readouterr().err
     assert said == (kind.__name__ == "DistributedDataParallelKwargs")
 
 

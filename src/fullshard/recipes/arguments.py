@@ -35,41 +35,50 @@ class TrainArguments(View):
 
     subject: ClassVar[str] = "a training run"
 
-    model: str | None = _own(None, "config.json, Hugging Face directory, or hub name. Default: a small Llama")
-    data: str | None = _own(None, "Text, JSON, Parquet: a file, a directory, a hub name. Default: Python's sources")
+    model: str | None = _own(None, "A config.json, a Hugging Face directory or a hub name. Default: a small Llama")
+    data: str | None = _own(None, "A file, directory or hub name with text, JSON or Parquet. Default: Python's sources")
     text_field: str = _own("text", "The field or column of JSON, Parquet and hub data with the text")
     max_data_mb: float | None = _own(None, "Stop reading the data after this many MB (10**6 bytes)", gt=0)
-    output_dir: Path = _own(Path("out/train"), "Where everything is written")
-    checkpoint_dir: str | None = _own(None, "Where checkpoints go; s3://bucket/run, say. Default: the output directory")
+    output_dir: Path = _own(Path("out/train"), "The directory for all output files")
+    checkpoint_dir: str | None = _own(
+        None, "The place for checkpoints, such as s3://bucket/run. Default: the output directory"
+    )
 
-    steps: int = _own(300, "Optimizer steps of the whole run, those before a resume included", ge=1)
-    batch_size: int = _own(8, "Sequences per step over all ranks together", ge=1)
+    steps: int = _own(300, "Optimizer steps of the whole run, including those before a resume", ge=1)
+    batch_size: int = _own(8, "Sequences per step, summed over all ranks", ge=1)
     micro_batch_size: int | None = _own(None, "Sequences per forward pass. Default: the rank's part of the batch", ge=1)
     seq_len: int = _own(128, "Tokens per sequence", ge=2)
-    optimizer: Literal["adamw", "muon"] = _own("adamw", "adamw; or muon for hidden matrices, and adamw for the rest")
-    ema_decay: float | None = _own(None, "Average the weights, with 0.999 say; evaluate and export that", ge=0, le=1)
-    lr: float = _own(2e-3, "Highest learning rate", gt=0)
-    min_lr_ratio: float = _own(0.1, "Learning rate at the end, as a part of the highest", ge=0, le=1)
-    warmup_steps: int | None = _own(None, "Steps of linear warm-up. Default: a tenth of the steps", ge=0)
-    weight_decay: float = _own(0.1, "Decay of matrices; vectors are never decayed", ge=0)
-    max_grad_norm: float = _own(1.0, "Clip the gradient norm to this; 0 and inf do not", ge=0, allow_inf_nan=True)
-    step_in_backward: bool = of_run(
-        "training.step_in_backward", help="Update every bucket within backward; goes with --max-grad-norm 0"
+    optimizer: Literal["adamw", "muon"] = _own("adamw", "adamw, or muon for hidden matrices and adamw for the rest")
+    ema_decay: float | None = _own(
+        None, "Keep an average of the weights with this decay, such as 0.999, and evaluate and export it", ge=0, le=1
     )
-    held_out: float = _own(0.02, "Part of the data, at its end, that is kept for the evaluation; 0: none", ge=0, lt=1)
-    eval_sequences: int = _own(256, "Sequences of the kept part that are evaluated, at most", ge=1)
+    lr: float = _own(2e-3, "Highest learning rate", gt=0)
+    min_lr_ratio: float = _own(0.1, "Final learning rate, as a fraction of the highest", ge=0, le=1)
+    warmup_steps: int | None = _own(None, "Steps of linear warm-up. Default: a tenth of the steps", ge=0)
+    weight_decay: float = _own(0.1, "Weight decay of matrices; vectors have none", ge=0)
+    max_grad_norm: float = _own(
+        1.0, "Clip the gradient norm to this value. 0 or inf: do not clip", ge=0, allow_inf_nan=True
+    )
+    step_in_backward: bool = of_run(
+        "training.step_in_backward", help="Update each bucket during backward. Requires --max-grad-norm 0"
+    )
+    held_out: float = _own(0.02, "Fraction of the data to hold out for evaluation, from its end. 0: none", ge=0, lt=1)
+    eval_sequences: int = _own(256, "Maximum number of held-out sequences to evaluate", ge=1)
 
     strategy: str = of_run("sharding.strategy")
     shard_size: int | None = of_run("sharding.shard_size")
     reshard_after_forward: Literal["strategy", "auto"] = of_run(
         "sharding.reshard_after_forward",
         "strategy",
-        "Free unsharded parameters after forward as the strategy has it; auto: keep as many as memory allows",
+        "Free unsharded parameters after forward as the strategy says, or keep as many as fit (auto)",
         read=kept_or_auto,
     )
     unsharded_memory_gib: float | None = of_run("sharding.unsharded_memory_gib")
     wrap: str | None = of_run(
-        "sharding.wrap_classes", None, "Classes of the modules that are units, with commas. Default: found", read=_wrap
+        "sharding.wrap_classes",
+        None,
+        "Classes of the modules that become units, comma-separated. Default: found automatically",
+        read=_wrap,
     )
     wrap_embeddings: bool = of_run("sharding.wrap_embeddings")
     cpu_offload: bool = of_run("sharding.cpu_offload")
@@ -78,12 +87,12 @@ class TrainArguments(View):
     offload_optimizer_state: bool | None = of_run("sharding.offload_optimizer_state")
     offload_activations: bool = of_run("sharding.offload_activations")
     precision: Literal["fp32", "bf16", "fp16"] = of_run(
-        "precision.mode", "fp32", "Compute dtype of forward and backward; main weights and reductions stay fp32"
+        "precision.mode", "fp32", "Dtype of forward and backward. Main weights and reductions stay in fp32"
     )
     activation_checkpointing: bool = of_run("sharding.activation_checkpointing")
     activation_checkpointing_mode: CheckpointingMode = of_run("sharding.activation_checkpointing_mode")
     loss_chunk: int | None = _own(
-        None, "Compute the loss for this many tokens at a time, to save memory for logits", ge=1
+        None, "Compute the loss this many tokens at a time, which saves memory for logits", ge=1
     )
     compile: bool = of_run("sharding.compile")
     device: Device = of_run("launch.device")
@@ -92,21 +101,23 @@ class TrainArguments(View):
     grace_period: float = of_run("launch.grace_period")
 
     seed: int = _own(0, "Seed of initial weights, data order and dropout", ge=0, lt=2**63)
-    vocab_size: int = _own(4096, "Tokens of the tokenizer trained on the data, where none is given", ge=300)
-    save_every: int = _own(100, "Steps between checkpoints; 0 saves only after the last step", ge=0)
-    keep_checkpoints: int = _own(2, "Checkpoints kept; older ones are removed", ge=1)
+    vocab_size: int = _own(
+        4096, "Vocabulary of the tokenizer that is trained on the data if the model has none", ge=300
+    )
+    save_every: int = _own(100, "Steps between checkpoints. 0: save only after the last step", ge=0)
+    keep_checkpoints: int = _own(2, "Number of checkpoints to keep", ge=1)
     max_lost_steps: int | None = of_run("checkpoint.max_lost_steps")
     check_plan: bool = of_run("training.check_plan")
     nonfinite_gradients: OnNonFinite = of_run("training.nonfinite_gradients")
     nonfinite_limit: int = of_run("training.nonfinite_limit")
     replica_check: OnReplicas = of_run("training.replica_check")
     compare_every: int = of_run("training.compare_every")
-    log_every: int = _own(10, "Steps between two lines", ge=1)
+    log_every: int = _own(10, "Steps between two log lines", ge=1)
     log_with: str | None = _own(None, "Accelerate's trackers, comma-separated, such as tensorboard,wandb")
-    profile: bool = _own(False, "Profile the third to the fifth step: a trace per rank, for Perfetto")
-    plot: bool = _own(True, "Write report.html, with pictures of loss, speed and memory")
+    profile: bool = _own(False, "Profile steps 3 to 5 and write a Perfetto trace for each rank")
+    plot: bool = _own(True, "Write report.html with plots of loss, speed and memory")
     export: bool = _own(True, "Write the model as a Hugging Face directory")
-    sample_tokens: int = _own(100, "Tokens of sample text to write at the end, within one sequence; 0: none", ge=0)
+    sample_tokens: int = _own(100, "Tokens of sample text to generate at the end, at most one sequence. 0: none", ge=0)
     timeout: float | None = of_run("launch.timeout")
 
     @classmethod

@@ -75,7 +75,7 @@ def check_raises(case: str, strategy: str, clip: str, dtype: str) -> None:
     kind = "NaN" if case == "nan" else "infinite"
     found = (
         rf"rank {rank}, step 1 of this process: gradients are not finite: blocks.1.up.weight \({kind}\); "
-        rf"they came from rank {size - 1}; nothing was updated\nhint: look at"
+        rf"they came from rank {size - 1}; nothing was updated\nhint: inspect"
     )
     with pytest.raises(NonFiniteError, match=found):
         optimizer.step()
