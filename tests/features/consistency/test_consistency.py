@@ -121,7 +121,7 @@ def train(directory: str) -> tuple[list[str], str]:
 
 
 def test_most_replicas_are_right(tmp_path: Path) -> None:
-    pattern = r"weights: (.*) and 2 more of rank 2 \(process \d+ on \S+\), unlike 2 other replicas\nhint: go on from"
+    pattern = r"weights: (.*) and 2 more of rank 2 \(process \d+ on \S+\), unlike 2 other replicas\nhint: resume from"
     for names, said in run_ranks(train, 3, str(tmp_path)):
         found = re.search(pattern, said)
         assert found, said
