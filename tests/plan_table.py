@@ -25,14 +25,16 @@ MODELS = {
     "Qwen3-235B-A22B": "nf4-double",
     "GLM-4.5-Air": "nf4-double",
 }
-"""With the form of their frozen weights; gpt-oss-120b is published in it."""
+"""The form of the frozen weights of each; the experts of gpt-oss-120b are published in it."""
 DEVICES = ("2xRTX4090", "2xL40S", "4xH100", "8xH100")
 JOB = {"method": "lora", "checkpointing": "full", "loss": "fused", "wrap_embeddings": True, "seq_len": 2048}
 
 
 def plan_of(model: str, devices: str) -> Plan:
     """Return the plan of one cell."""
-    return evaluate(load_model(model)[0], Job.of({**JOB, "quantize": MODELS[model]}), parse_cluster(devices))
+    described = load_model(model)[0]
+    form = None if MODELS[model] == described.published_as else MODELS[model]
+    return evaluate(described, Job.of({**JOB, "quantize": form}), parse_cluster(devices))
 
 
 def table() -> str:

@@ -18,7 +18,6 @@ from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.report import as_dict
-from fullshard.plan.search import search
 from tests.plan_table import table, written
 
 
@@ -88,25 +87,20 @@ def test_the_codes_of_all_ranks_are_there_until_they_are_decoded() -> None:
 
 
 @pytest.mark.parametrize(("model", "form"), [("gpt-oss-120b", "mxfp4"), ("DeepSeek-V3", "fp8"), ("Kimi-K2", "fp8")])
-def test_forms_of_published_files(model: str, form: str) -> None:
+def test_a_frozen_base_keeps_the_form_of_published_files(model: str, form: str) -> None:
     described, (note, *_) = load_model(model)
-    assert described.published_as == form and f"without --quantize {form}" in note
-    assert plan_of(model, "64xH200", method="lora", quantize=form, checkpointing="full").fits
+    assert described.published_as == form and f"the files are in {form}, which a frozen base keeps" in note
+    plan = plan_of(model, "64xH200", method="lora", checkpointing="full")
+    assert plan.fits and any(f"{form} at rest" in note for note in notes_of(plan))
+    coded = {p.name.split(".")[-2] for p in plan.setting.model.parameters if p.form}
+    assert "experts" in coded and ("o_proj" in coded) == (form == "fp8") and "gate" not in coded
+    assert {p.form for p in plan.setting.model.parameters} == {"", form}
 
 
 def test_the_form_of_published_files_is_proposed() -> None:
-    plan = plan_of("gpt-oss-120b", "2xH100", method="lora")
-    assert not plan.fits
-    assert any("(--quantize mxfp4)" in change.words for change in changes_that_fit(plan, most=20))
-
-
-def test_the_search_keeps_the_form_of_published_files() -> None:
-    model, _ = load_model("gpt-oss-120b")
-    job, cluster = Job.of({"method": "lora", "checkpointing": "full"}), parse_cluster("2xH100")
-    fixed = {"checkpointing", "offload", "offload_main_weights", "offload_optimizer_state"}
-    assert {plan.job.quantize for plan in search(model, job, cluster, fixed=fixed)} == {"mxfp4"}
-    with pytest.raises(ConfigError, match="no plan fits: "):
-        search(model, job, cluster, fixed={*fixed, "quantize"})
+    plan = plan_of("gpt-oss-120b", "2xH100", method="lora", base_dtype="bfloat16")
+    assert not plan.fits and plan.at_rest is None
+    assert any("in the form of the files, mxfp4" in change.words for change in changes_that_fit(plan, most=20))
 
 
 def test_what_is_trained_is_not_quantised() -> None:

@@ -23,7 +23,7 @@ from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.losses import loss_note
 from fullshard.plan.matrices import matrix_work
 from fullshard.plan.memory import Memory, memory_of
-from fullshard.plan.methods import apply_method, conversion_of
+from fullshard.plan.methods import apply_method, conversion_of, form_of_files
 from fullshard.plan.route import Route
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.setting import PlanSetting
@@ -287,7 +287,7 @@ def notes_of(plan: Plan) -> list[str]:
         ),
     }
     if conversion is not None:
-        is_quantised = job.method == "qlora" or job.quantize is not None
+        is_quantised = bool(job.method == "qlora" or job.quantize or form_of_files(plan.model, job))
         notes |= {conversion.said: is_quantised, conversion.said_of_adapters: conversion.unadapted > 0}
     return [note for note, is_so in notes.items() if is_so]
 
@@ -394,9 +394,9 @@ def _changes(plan: Plan) -> list[_Offer]:
         ("full activation checkpointing", {"checkpointing": "full"}, job.checkpointing != "full"),
         ("a loss in chunks (use_chunked_loss), which never holds whole logits", {"loss": "fused"}, job.loss != "fused"),
         (
-            f"all large frozen weights stored in {form} (--quantize {form})",
-            {"quantize": form},
-            job.method != "full" and job.quantize is None and bool(plan.model.published_as),
+            f"the frozen weights in the form of the files, {form} (without --base-dtype)",
+            {"base_dtype": None},
+            job.method == "lora" and job.quantize is None and job.base_dtype is not None and bool(form),
         ),
         ("FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}, job.strategy != "FULL_SHARD"),
         ("the input embedding and the head as units of their own", {"wrap_embeddings": True}, not job.wrap_embeddings),

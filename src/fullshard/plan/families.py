@@ -409,7 +409,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if quantized := values.get("quantization_config"):
         method = str(quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized)
         notes.append(
-            f"{where}: the files are in {method}; without --quantize {method}, they are planned in --base-dtype"
+            f"{where}: the files are in {method}, which a frozen base keeps; --base-dtype plans their values"
             if method in FORMS
             else f"{where}: quantization_config ({method}) is ignored, and all weights are planned in --base-dtype; "
             "use --method qlora for a frozen base in 4 bits"

@@ -15,6 +15,9 @@ from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 EXPERTS_FORM = "nf4-double"
 """The form of weights for which bitsandbytes has no 4-bit layer."""
 
+_OF_EXPERTS = ("mxfp4",)
+"""The forms that published files use for stacked experts only; the others are used for linear layers, too."""
+
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Elements per scale, and scales per scale of scales (QLoRA, arXiv 2305.14314, section 3)."""
 
@@ -95,6 +98,11 @@ def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
     return wanted - converted.keys(), dict(found)
 
 
+def form_of_files(model: ModelShape, job: Job) -> str:
+    """Return the form of the published files if frozen weights remain in it, as `from_pretrained` keeps them."""
+    return model.published_as if job.method == "lora" and job.quantize is None and job.base_dtype is None else ""
+
+
 def _quantized(model: ModelShape, form: str) -> ModelShape:
     """Return the model with its large frozen weights in a stored form, as `fullshard.quantize` would store them."""
 
@@ -108,7 +116,10 @@ def _quantized(model: ModelShape, form: str) -> ModelShape:
 
 def conversion_of(model: ModelShape, job: Job) -> Conversion:
     """Count the elements that a job quantises in the given model, and those that no adapter reaches."""
-    found, (_, folded) = Conversion(is_asked_for=True, form=job.quantize or EXPERTS_FORM), _targets(model, job)
+    found, (_, folded) = (
+        Conversion(is_asked_for=True, form=job.quantize or form_of_files(model, job) or EXPERTS_FORM),
+        _targets(model, job),
+    )
     for unit in model.units:
         for parameter in unit.parameters:
             name, shape = parameter.name, parameter.shape
@@ -131,7 +142,9 @@ def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Jo
     is_matrix = _is_matrix(model, unit, parameter)
     if not _is_reached(parameter, is_matrix=is_matrix):
         return ""
-    return job.quantize or (EXPERTS_FORM if job.method == "qlora" and not is_matrix else "")
+    if job.quantize or job.method == "qlora":
+        return job.quantize or ("" if is_matrix else EXPERTS_FORM)
+    return form_of_files(model, job) if not is_matrix or model.published_as not in _OF_EXPERTS else ""
 
 
 def _is_reached(parameter: ParameterShape, *, is_matrix: bool) -> bool:

@@ -1,10 +1,9 @@
 """Search for the fastest way to run a job, over all options of the engine that do not change its numbers.
 
 The search covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that
-save memory, alone and combined: the loss in chunks, stepping in backward, embeddings as units, frozen weights stored in
-the form of the published files, and offloading activations, optimizer state, main weights or everything. For the best
-plans it also tries keeping units unsharded. An option that is never slower and never takes more memory is always on:
-fused optimizers on accelerators.
+save memory, alone and combined: the loss in chunks, stepping in backward, embeddings as units, and offloading
+activations, optimizer state, main weights or everything. For the best plans it also tries keeping units unsharded. An
+option that is never slower and never takes more memory is always on: fused optimizers on accelerators.
 
 Saving memory costs time. The search therefore starts with no such option, and always looks at the fastest candidate
 first. A candidate that does not fit is replaced by candidates with one more option switched on. Candidates are compared
@@ -97,12 +96,9 @@ class _Search:
         self._model, self._job, self._cluster, self._fixed, self._margin = model, job, cluster, fixed, margin
         self._models, self._numbers = few_layers(model), itertools.count()
         no_units = model.tied or not any(p.role == "head" for p in model.root.parameters)
-        self._options = dict(_SAVING)
-        if model.published_as and job.method != "full" and job.quantize is None:
-            self._options["form"] = {"quantize": model.published_as}  # the values stay exactly those of the files
         self._saving = [
             name
-            for name, values in self._options.items()
+            for name, values in _SAVING.items()
             if not fixed & values.keys()
             and not (name == "embeddings" and no_units)
             and not (
@@ -173,7 +169,7 @@ class _Search:
     def _job_of(self, way: Mapping[str, Any], saving: frozenset[str]) -> Job:
         values = {**self._job.model_dump(), **way}
         for name in sorted(saving):
-            values |= self._options[name]
+            values |= _SAVING[name]
         return Job.of(values)
 
     def _candidate(self, way: Mapping[str, Any], saving: frozenset[str]) -> _Candidate | None:
