@@ -29,7 +29,8 @@ def why_small(name: str, shape: tuple[int, ...]) -> str:
     """Return why a weight is not worth quantising: it is small, or of a router; empty if it is worth it."""
     if len(shape) < 2 or math.prod(shape) // max(1, *shape) < _FEW:
         return "small ones"
-    return "routers" if name.split(".")[-2:-1] in (["gate"], ["router"]) else ""
+    modules = name.split(".")[:-1]
+    return "routers" if "router" in modules or modules[-1:] == ["gate"] else ""
 
 
 def shares(part: Mapping[str, int], whole: int) -> str:

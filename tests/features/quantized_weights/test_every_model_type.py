@@ -53,7 +53,7 @@ def check_no_weight_is_silent(
                 continue
             seen.add(id(parameter))
             name, kind = f"{path}.{attribute}", type(module).__name__
-            is_router = path.endswith((".gate", ".router")) or "router" in kind.lower()
+            is_router = path.endswith(".gate") or "router" in path.split(".") or "router" in kind.lower()
             if parameter.numel() // max(1, *parameter.shape, 1) < 16:
                 small += parameter.numel()
             elif not (id(parameter) in tables or "embed" in attribute or is_router or path.endswith(skipped)):
