@@ -139,6 +139,7 @@ bench-more: $(VENV)/.bench  ## what `bench` leaves out: 4 ranks, two hosts (as r
 	$(BIN)/python -m benchmarks.muon
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.loading --form nf4
+	$(BIN)/python -m benchmarks.quantized_step
 	$(BIN)/python -m benchmarks.pages
 
 bench-gpu: $(VENV)/.bench  ## compare on one GPU: one rank, compiled, two ranks that share it (options: ARGS="--quick")
