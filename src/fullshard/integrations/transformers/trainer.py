@@ -424,6 +424,6 @@ def _unreadable(directory: Path) -> CheckpointError:
     if any(name.startswith("pytorch_model_fsdp") for name in names):
         return CheckpointError(
             f"{directory} was saved by Accelerate",
-            hint="use `fullshard ckpt import` to convert it to a fullshard checkpoint",
+            hint="convert it with `fullshard ckpt import`",
         )
     return CheckpointError(f"{directory} does not contain weights; it contains {', '.join(names[:8]) or 'nothing'}")
