@@ -67,7 +67,7 @@ def test_no_field_says_anything_by_itself(view: type[View]) -> None:
         ),
         (TrainArguments, {"wrap": "none", "activation_checkpointing": True}, "--activation-checkpointing, --wrap: "),
         (TrainArguments, {"wrap": "none", "offload_activations": True}, "wrap = 'none' makes the model a single unit"),
-        (Job, {"step_in_backward": True, "precision": "fp16"}, "before it is known whether one overflows in float16"),
+        (Job, {"step_in_backward": True, "precision": "fp16"}, "before overflows in float16 are known"),
         (Job, {"gather_as": "int8", "strategy": "NO_SHARD"}, "gather_as rounds messages along the shard axis"),
         (Job, {"checkpointing": "selective", "reentrant": True}, "which activation_checkpointing_reentrant hides"),
     ],

@@ -214,8 +214,8 @@ def test_ranks_that_send_differently_are_told() -> None:
     ("fields", "message"),
     [
         ({"gather_as": torch.float16}, "gather_as = torch.float16 is not supported"),
-        ({"reduce_as": torch.bfloat16, "reduce_dtype": torch.bfloat16}, "reduce_as = torch.bfloat16 saves nothing"),
-        ({"gather_as": torch.bfloat16, "param_dtype": torch.float16}, "gather_as = torch.bfloat16 saves nothing"),
+        ({"reduce_as": torch.bfloat16, "reduce_dtype": torch.bfloat16}, "reduce_as = torch.bfloat16 saves no bytes"),
+        ({"gather_as": torch.bfloat16, "param_dtype": torch.float16}, "gather_as = torch.bfloat16 saves no bytes"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(fields: dict[str, torch.dtype], message: str) -> None:

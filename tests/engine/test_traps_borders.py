@@ -298,7 +298,7 @@ def test_gradients_of_another_dtype_are_refused_by_name() -> None:
     weight.grad_dtype = None
     model: Any = fully_shard(with_weight(weight).bfloat16())
     with pytest.raises(
-        WrapError, match=r"1\.weight: grad_dtype = torch\.float32 conflicts with the stored torch.bfloat16"
+        WrapError, match=r"1\.weight: grad_dtype = torch\.float32 conflicts with the stored dtype torch.bfloat16"
     ):
         model[1].weight.grad_dtype = torch.float32
     model[1].weight.grad_dtype = torch.bfloat16

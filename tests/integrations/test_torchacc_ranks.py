@@ -232,7 +232,7 @@ def _wrong_size() -> str:
 
 def test_a_size_that_does_not_divide_the_world() -> None:
     for message in run_ranks(_wrong_size, 2):
-        assert message.startswith("config.dist.fsdp: dist.fsdp.size = 3 does not divide the world size, 2")
+        assert message.startswith("config.dist.fsdp: dist.fsdp.size = 3 does not divide the world size of 2")
         assert "use one of 1, 2" in message
 
 

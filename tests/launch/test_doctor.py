@@ -93,7 +93,7 @@ def variables(**environ: str) -> list[Finding]:
         ),
         ({"FSDP_OFFLOAD_PARAM": "true"}, "unknown variable FSDP_OFFLOAD_PARAM", "FSDP_OFFLOAD_PARAMS"),
         ({"ACCELERATE_MIXED_PRECISION": "fp9"}, "$ACCELERATE_MIXED_PRECISION: setting 'mode': input should be", "fp"),
-        ({"FULLSHARD_TIMEOUT": "soon"}, "FULLSHARD_TIMEOUT = 'soon'", "use a number of seconds"),
+        ({"FULLSHARD_TIMEOUT": "soon"}, "FULLSHARD_TIMEOUT has the invalid value 'soon'", "use a number of seconds"),
     ],
 )
 def test_variables_that_break_a_run(environ: dict[str, str], words: str, hint: str) -> None:

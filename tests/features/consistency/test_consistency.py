@@ -199,7 +199,7 @@ def test_settings_reach_the_model_or_are_refused() -> None:
     assert (check.every, check.policy) == (7, "off")
     with pytest.raises(ConfigError, match="use raise or off"):
         model.set_replica_check("mend")
-    with pytest.raises(ConfigError, match="every -1 steps"):
+    with pytest.raises(ConfigError, match="is -1 steps, expected 0 or more"):
         model.set_replica_check("off", every=-1)
     with pytest.raises(ValueError, match="'raise' or 'off', got 'heal'"):
         RunConfig.model_validate({"training": {"replica_check": "heal"}})

@@ -181,11 +181,11 @@ def check_messages() -> None:
     """Over Gloo as over shared memory; what was rounded on its way has lost whose it was."""
     os.environ[COMM.name] = "gloo"
     rank, _ = rank_and_size()
-    for reduce_as, source in ((None, "rank 1;"), (torch.bfloat16, "rank (1|that)")):
+    for reduce_as, source in ((None, "rank 1;"), (torch.bfloat16, "(rank 1|an unknown rank)")):
         model = bad_model("inf", rank, mp_policy=MixedPrecisionPolicy(reduce_as=reduce_as))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         backward(model, 0)
-        with pytest.raises(NonFiniteError, match=f"they came from a? ?{source}"):
+        with pytest.raises(NonFiniteError, match=f"they came from {source}"):
             optimizer.step()
 
 
@@ -226,7 +226,7 @@ def test_an_accelerator_leaves_steps_out_with_their_schedule() -> None:
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     for factor, rate in ((1.0, 0.5), (math.nan, 0.5), (1.0, 0.25)):
         is_bad = math.isnan(factor)
-        with pytest.warns(UserWarning, match="left out") if is_bad else contextlib.nullcontext():
+        with pytest.warns(UserWarning, match="is skipped") if is_bad else contextlib.nullcontext():
             accelerator.backward(model(batch(0, 0).float()).square().mean() * factor)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -299,7 +299,7 @@ def test_compute_shards_alone_need_something_frozen() -> None:
 
 def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OFFLOAD.name, "sometimes")
-    with pytest.raises(ConfigError, match="FULLSHARD_OFFLOAD = 'sometimes'"):
+    with pytest.raises(ConfigError, match="FULLSHARD_OFFLOAD has the invalid value 'sometimes'"):
         Case().model(CPUOffloadPolicy())
 
 

@@ -275,7 +275,7 @@ def test_a_dropped_optimizer_has_no_learning_rate() -> None:
 
 
 def test_learning_rates_in_tensors_are_compared() -> None:
-    expected = r"1: ranks disagree about step 2 .*rank 0 has \[learning rates \[0\.25\]\], rank 1 has .*\[0\.5\]"
+    expected = r"1: ranks disagree about step 2 .*rank 0 has \[learning rates \[0\.25\]\], but rank 1 has .*\[0\.5\]"
     for found in run_ranks(run_with_rates_in_tensors, 2):
         assert re.match(expected, found), found
 
@@ -309,7 +309,7 @@ def lose_step_in_a_part(kind: str) -> tuple[str, list[int]]:
 
 NAMED = {
     "order": r"ranks are out of step: rank 1 \(.*\) waits in unit '.*', .*; rank 2 .* waits in unit '",
-    "learning rate": r"rank 1 has \[learning rates \[0.1\]\], rank 2 has \[learning rates \[0.2\]\]",
+    "learning rate": r"rank 1 has \[learning rates \[0.1\]\], but rank 2 has \[learning rates \[0.2\]\]",
     "NaN": r"rank 1, step 3 of this process: gradients are not finite: layers.1.weight \(NaN\), "
     r"layers.0.weight \(NaN\), layers.1.bias \(NaN\) and 1 more; they came from rank 2",
 }
@@ -464,7 +464,9 @@ def test_an_error_that_one_rank_catches(
 def test_an_error_in_backward_that_one_rank_catches_where_nothing_is_gathered(tmp_path: Path) -> None:
     """Its next batch is added to what the others have for this one."""
     for found in run_ranks(go_on_alone, 2, "a backward", "NO_SHARD", str(tmp_path)):
-        assert "rank 0 has [errors in forward or backward: 0], rank 1 has [errors in forward or backward: 1]" in found
+        assert (
+            "rank 0 has [errors in forward or backward: 0], but rank 1 has [errors in forward or backward: 1]" in found
+        )
 
 
 @pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
