@@ -25,12 +25,12 @@ from fullshard.features import unsharded
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether `model` is a PEFT model: a base with adapters."""
+    """Return whether `model` is a PEFT model, that is, a base model with adapters."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def is_saved_as_adapters(model: nn.Module) -> bool:
-    """Return whether a save of `model` stores only its adapters.
+    """Return whether saving `model` stores only its adapters.
 
     This is the case for a PEFT model and for a Transformers model that called `add_adapter`.
     """
@@ -54,7 +54,7 @@ HOW_TO_SAVE_INNER = (
 
 
 def save_adapters(path: str | Path, model: nn.Module) -> None:
-    """Write every adapter as `save_pretrained` of the unsharded model would. A collective.
+    """Write every adapter as `save_pretrained` of the unsharded model would. All ranks must call this.
 
     Adapters other than `default` go into their own subdirectories. For a Transformers model that called `add_adapter`,
     only the active adapter is written.
@@ -76,7 +76,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
 
 
 def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
-    """Return, for each adapter, the names in the model of the tensors that PEFT stores for it.
+    """Return the names of the model's tensors that PEFT stores, keyed by adapter.
 
     Only rank 0 calls PEFT, which may query the Hugging Face hub to find out whether the embeddings were resized.
     """
@@ -99,7 +99,7 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
 
 def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
-    """Map every state dict name to its parameter or buffer.
+    """Return the model's parameters and buffers, keyed by state dict name.
 
     A tensor with several names appears under each of them: the layers of a VeRA adapter share their buffers.
     """
@@ -124,7 +124,7 @@ def _unpruned(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Keep the encoders of PEFT's prompt learning unsharded while the context is active. A collective.
+    """Keep the encoders of PEFT's prompt learning unsharded while the context is active. All ranks must call this.
 
     PEFT computes their state from the full weights, on rank 0 only.
     """
@@ -136,7 +136,7 @@ def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None
 
 
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
-    """Return the names of the adapter parameters of `model` and of all other trained parameters. A collective.
+    """Return the names of the adapter parameters and of all other trained parameters. All ranks must call this.
 
     Return an empty container if the model has no adapters.
     """
@@ -148,7 +148,7 @@ def adapter_parameter_names(model: nn.Module) -> Container[str]:
 
 
 def load_adapters(path: str | Path, model: nn.Module) -> None:
-    """Load adapters that `save_adapters` or PEFT wrote into the model's adapters of the same names.
+    """Load adapters that `save_adapters` or PEFT wrote. The model must have adapters with the same names.
 
     Every rank reads the files.
     """

@@ -1,6 +1,6 @@
 """Save and load moving averages of weights.
 
-An average adds one value per element, which is stored like the optimizer's state.
+A moving average holds one value per weight and is stored in the same way as optimizer state.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
 def average_records(
     average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
 ) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
-    """Yield (name in the file, parameter, record, this rank's part) for each stored average.
+    """Yield (name in the file, parameter, record, part on this rank) for each stored average.
 
     Append a message to `problems` for each average that is missing or has another dtype.
     """

@@ -59,7 +59,7 @@ class AsyncSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save has started and this rank has not yet been told that it ended."""
+        """Return whether a save has started and this rank does not yet know that it has ended."""
         return self._thread is not None
 
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
@@ -79,12 +79,12 @@ class AsyncSaver:
         return pending.destination.final
 
     def make_room(self) -> None:
-        """Wait for a running save to finish. A collective. Raises the same errors as `save`."""
+        """Wait for a running save to finish. All ranks must call this. Raises the same errors as `save`."""
         self.wait()
         self.memory.reuse()
 
     def begin(self, pending: Pending) -> None:
-        """Start to write a save that was prepared with `memory` after a call of `make_room`. A collective."""
+        """Start writing a save that was prepared with `memory` after calling `make_room`. All ranks must call this."""
         self._ranks = pending.destination.ranks
         if self._background is None:
             self._background = self._ranks.apart()

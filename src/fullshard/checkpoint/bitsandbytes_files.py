@@ -2,10 +2,10 @@
 
 | tensor of weight `X` | content |
 |---|---|
-| `X` | two codes a byte, in any dtype of storage |
-| `X.absmax` | a scale per block; 8-bit codes of them with double quantisation |
-| `X.nested_absmax` | with double quantisation: a scale per 256 of those |
-| `X.quant_map`, `X.nested_quant_map` | the values that codes stand for: bitsandbytes' tables |
+| `X` | two codes per byte, in any storage dtype |
+| `X.absmax` | one scale per block; with double quantisation, 8-bit codes of the scales |
+| `X.nested_absmax` | with double quantisation: one scale per 256 of those codes |
+| `X.quant_map`, `X.nested_quant_map` | bitsandbytes' tables of the values that the codes represent |
 | `X.quant_state.bitsandbytes__nf4` | JSON: type, block sizes, shape, dtype, mean of the scales |
 """
 
@@ -35,7 +35,7 @@ _MAX_STATE_NBYTES = 2**16
 
 
 class _State(BaseModel):
-    """The JSON object of a weight."""
+    """The JSON object that bitsandbytes stores with each quantised weight."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -50,8 +50,8 @@ class _State(BaseModel):
 def four_bit_sources(stored: Mapping[str, TensorSource], form: str | None) -> dict[str, TensorSource]:
     """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales.
 
-    `form` is the stored form that was requested. Scales that are codes themselves stay so for a `-double` form only;
-    for any other form they are read as their values.
+    `form` is the stored form that was requested. Double-quantised scales are kept as codes for a `-double` form only;
+    for any other form they are decoded.
     """
     states = {key.partition(_STATE)[0]: key for key in stored if _STATE in key}
     found: dict[str, TensorSource] = {}
@@ -123,7 +123,10 @@ def _form(kind: str, block: int) -> StoredForm:
 
 
 def _by_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
-    """Return the shape of a part with an item for so many elements of a row; flat if rows are no multiple of them."""
+    """Return the shape of a tensor with one item per `elements` elements of each row.
+
+    The shape is 1-D if the row length is not a multiple of `elements`.
+    """
     if shape[-1] % elements:
         return (-(-math.prod(shape) // elements),)
     return (*shape[:-1], shape[-1] // elements)
@@ -156,7 +159,7 @@ def _read_added(
 
 
 def layer_problem(weight: Any, source: TensorSource) -> str:
-    """Return what differs between a weight of a layer of bitsandbytes and its codes in the files; empty if nothing."""
+    """Return how a weight of a bitsandbytes layer differs from its codes in the files; empty if it does not."""
     if source.coded is None or not source.coded.tensors:
         return ""
     tensors, form = source.coded.tensors, source.coded.form
@@ -173,7 +176,10 @@ def layer_problem(weight: Any, source: TensorSource) -> str:
 
 
 def restore(module: Any, source: TensorSource, device: torch.device) -> bool:
-    """Replace an outlined weight of a layer of bitsandbytes by its codes in the files; False: these have values."""
+    """Replace a bitsandbytes layer's outlined weight with its codes in the files.
+
+    Return False, without changing the layer, if the files hold ordinary values instead.
+    """
     if source.coded is None or not source.coded.tensors:
         return False
     held = {key: read_whole(one, one.shape, one.dtype, device) for key, one in source.coded.tensors.items()}

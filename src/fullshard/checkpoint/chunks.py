@@ -70,7 +70,7 @@ def read_transposed(
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The elements that two chunkings of a tensor share, as a box in each of them.
+    """The elements that two orders of a tensor's elements have in common, as a box in each order.
 
     `source` is the interval to read from the tensor in source order; it forms a box of `source_sizes`. The shared
     elements are a box of `sizes` at `source_offsets` inside it. `target` and `target_strides` place them among the

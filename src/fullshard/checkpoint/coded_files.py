@@ -38,13 +38,13 @@ _Sources = Mapping[str, TensorSource]
 
 
 def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
-    """Return a copy of a model's configuration without its quantisation settings, and these settings.
+    """Return a copy of a model's configuration without its quantisation settings, and the removed settings.
 
     The settings are None if the configuration has none. `asked` is the caller's `quantization_config`. As in
-    Transformers, it can only request the values (`dequantize`).
+    Transformers, it can only request ordinary values (`dequantize`).
 
     Raises:
-        ConfigError: the files cannot be read here, or `asked` is of another method.
+        ConfigError: fullshard cannot read the files, or `asked` names another quantisation method.
     """
     config = copy.deepcopy(config)
     said = getattr(config, "quantization_config", None)
@@ -87,12 +87,13 @@ def is_to_be_decoded(quantisation: Any) -> bool:
 
 
 def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
-    """Return the `BitsAndBytesConfig` for layers as those that wrote the files; None for files of others.
+    """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantise the files.
 
-    `asked` is the caller's. Unless `is_wanted`, values or another form replace the layers.
+    `asked` is the caller's `quantization_config`. `is_wanted` is false if `quantize` or `dequantize` replaces the
+    layers.
 
     Raises:
-        ConfigError: layers are asked for, and something that replaces them.
+        ConfigError: the caller requests bitsandbytes' layers together with `quantize` or `dequantize`.
     """
     if _method(quantisation) != "bitsandbytes":
         return None
@@ -108,7 +109,7 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
 
 
 def keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
-    """Keep weights that the files hold as codes in that form at rest, unless `form` requests another form."""
+    """Keep the weights that the files store as codes in this form at rest, unless `form` requests another form."""
     kept: dict[str, int] = {}
     lost = 0
     for place in places_of(model):
@@ -195,7 +196,7 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
 
 
 def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Sequence[int] | None) -> TensorSource:
-    """Return the source of a weight with one scale for each block of rows and columns.
+    """Return the source of a weight that has one scale per block of rows and columns.
 
     If `block` is None, one scale applies to the complete weight.
     """
@@ -223,7 +224,7 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
 def _read_spread(
     scales: TensorSource, rows: tuple[int, int], columns: torch.Tensor, interval: Interval, out: torch.Tensor
 ) -> None:
-    """Read scales as if every row of a matrix had its own.
+    """Read block scales as if every row of the matrix had its own scale.
 
     `rows` holds the number of rows in a matrix and in a block.
     """

@@ -1,4 +1,4 @@
-"""Sources of weights whose codes and scales are tensors of their own in the files."""
+"""Sources of weights whose codes and scales are stored as separate tensors in the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.features.quantized_weights.marks import Mark
 
 
 def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSource:
-    """Return the tensor called `name`, without which that called `key` is of no use."""
+    """Return the tensor called `name`, which is needed to decode the tensor called `key`."""
     if name not in stored:
         raise CheckpointError(f"{stored[key].where} holds {key}, but no file of its directory {name}")
     return stored[name]
@@ -29,7 +29,7 @@ def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSo
 def coded_source(
     shape: tuple[int, ...], form: StoredForm, parts: list[TensorSource], *, is_transposed: bool = False
 ) -> TensorSource:
-    """Return the source of a weight from the parts in the files, each flattened in the order of the blocks."""
+    """Return the source of a weight whose parts in the files are each flattened in block order."""
     mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
     coded = CodedSource(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
     read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
@@ -40,9 +40,9 @@ def coded_source(
 
 @torch.no_grad()
 def _read_decoded(coded: CodedSource, numel: int, interval: Interval, out: torch.Tensor) -> None:
-    """Fill `out` with elements `interval`, counted in the order of the blocks.
+    """Fill `out` with the elements in `interval`, counted in block order.
 
-    They are decoded in pieces to limit the use of memory.
+    The elements are decoded in pieces to limit memory use.
     """
     form = coded.form
     for start in range(interval.start // form.atom * form.atom, interval.stop, CPU_PIECE_NUMEL):
@@ -67,7 +67,10 @@ def fill_cut(
     interval: Interval,
     out: Mapping[str, torch.Tensor],
 ) -> bool:
-    """Read the parts of elements `interval` of a rank's part of a weight. Return False if that is cut within blocks."""
+    """Read the codes and scales of elements `interval` of this rank's part of a weight.
+
+    Return False if tensor parallelism splits the weight inside a block.
+    """
     pieces = [piece for part in range(chunking.parts) for piece in chunking.pieces(shape, part)]
     if chunking.dim == len(shape) - 1 and any(bound % coded.form.atom for piece in pieces for bound in piece):
         return False

@@ -25,7 +25,7 @@ _BITSANDBYTES_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
-    """One tensor of optimizer state in the form in which its optimizer holds it. See `CodeRecord`.
+    """One tensor of optimizer state in the form in which its optimizer stores it. See `CodeRecord`.
 
     `dtype` is the dtype of the decoded values.
     """

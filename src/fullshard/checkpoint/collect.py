@@ -54,7 +54,7 @@ from fullshard.features.averages import EMA
 
 
 class LoadArguments(TypedDict, total=False):
-    """Hold the arguments of `load_checkpoint` that a load fills and a save stores."""
+    """The `load_checkpoint` arguments that name the objects to save or restore."""
 
     model: Required[nn.Module]
     optimizer: torch.optim.Optimizer | None
@@ -149,7 +149,7 @@ class RankWriter:
         return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
 
     def stage(self, memory: HostMemory) -> None:
-        """Copy the state to write, so that later training steps do not change it."""
+        """Copy the state to be written, so that later training steps cannot change it."""
         self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:
@@ -229,7 +229,7 @@ class RankWriter:
 
 
 def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dict[str, Any]:
-    """Return the Python values to save, keyed by their manifest names. A collective if objects hold sharded tensors."""
+    """Return the Python values to save, keyed by their manifest names. All ranks must call this if any are sharded."""
     sources = {
         "scheduler": arguments.get("scheduler"),
         "scaler": arguments.get("scaler"),
@@ -320,7 +320,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
 def _merge_tensors(
     known: Sequence[LocalTensor], reports: Sequence[RankReport], is_stored: Callable[[LocalTensor], bool]
 ) -> dict[str, TensorRecord]:
-    """Merge rank 0's parameters or buffers with the pieces that all ranks wrote into records."""
+    """Merge the pieces of each parameter or buffer that all ranks wrote into one record per tensor."""
     records = {}
     for local in known:
         pieces = []
@@ -369,5 +369,5 @@ def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTens
 
 
 def _comparable(report: StateReport) -> tuple[Any, int]:
-    """Return the parts of a report that must be equal on all ranks, which leaves out the pieces."""
+    """Return the parts of a report that must be equal on all ranks. This omits the pieces."""
     return report.record.model_dump(exclude={"pieces"}), report.digest

@@ -30,7 +30,7 @@ _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.
 
 @dataclass(frozen=True)
 class Outline:
-    """Describe a model to Transformers' rules.
+    """Describes a model to Transformers' conversion rules.
 
     It holds the configuration and the names, shapes and dtypes of the unsharded tensors.
     """
@@ -51,7 +51,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that the converter `rule` computes together from other tensors. `first` is the first one's name.
+    """A group of tensors that the converter `rule` computes together. `first` is the name of the first one.
 
     `takes` lists the inputs in order, each as the pattern of the rule that its name matches and its name. The names of
     the results are mapped by `renamings`.
@@ -67,7 +67,7 @@ class Group:
         return self._apply([(pattern, name, get(name)) for pattern, name in self.takes], outline)
 
     def convert_meta(self, metas: Mapping[str, torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """Return the tensors that the rule would compute, on the meta device, for their names, shapes and dtypes."""
+        """Return the results of the rule on the meta device, to find their names, shapes and dtypes."""
         with torch.device("meta"):
             return self.convert(lambda name: metas[name].to("meta"), outline)
 
@@ -78,7 +78,7 @@ class Group:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether each row of the result can be computed on its own.
+        """Return whether each row of the result can be computed without the others.
 
         This is the case if the rule stacks lists of equal length along dim 0 and no later step mixes the rows. It
         allows reading one expert of a layer without the others.
@@ -94,7 +94,7 @@ class Group:
 
     @property
     def keeps_rows(self) -> bool:
-        """Return whether it only puts tensors beside one another, so rows of their last dim stay what they are."""
+        """Return whether the rule only concatenates or stacks tensors, without changing rows along their last dim."""
         return all(type(op).__name__ in ("MergeModulelist", "Concatenate") for op in self.rule.operations)
 
     @functools.cached_property
@@ -117,7 +117,7 @@ class Group:
 
 
 class Rules:
-    """Apply Transformers' rules for one model in one direction."""
+    """Applies Transformers' conversion rules for one model in one direction."""
 
     def __init__(self, outline: Outline, transforms: Iterable[Any]) -> None:
         self.outline, self.transforms = outline, tuple(transforms)
@@ -179,10 +179,10 @@ class Rules:
         return name, None
 
     def _prefixed(self, name: str) -> str:
-        """Add or remove the prefix that a base model's tensors have in a model with a head.
+        """Return a tensor's name with the base model's prefix added or removed, as the model requires.
 
-        A name that the model has is returned unchanged. Transformers looks for another name even then, and so swaps two
-        norms of a model (Pixio's backbone) that has one with the prefix and one without.
+        A name that exists in the model is returned unchanged. Transformers changes the prefix even then, and so swaps
+        two norms of Pixio's backbone, where one name has the prefix and the other does not.
         """
         prefix = f"{self.outline.base_model_prefix}."
         candidates = (name, name.removeprefix(prefix), prefix + name)
@@ -224,7 +224,7 @@ def outline_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outline
 
 
 class _Legacy:
-    """Rename tensors as every version of Transformers does."""
+    """Renames tensors in the way that every version of Transformers does."""
 
     def rename_source_key(self, name: str) -> tuple[str, str | None]:
         for old, new in _RENAMED.items():

@@ -1,4 +1,4 @@
-"""Keep copies of the training state in host memory, which survive a kill, so that a restart need not read from disk.
+"""Keep copies of the training state in host memory that survive a killed process, so that restarts need no disk reads.
 
     training       ... step | collect, copy weights | step ...                                        | step ...
     background              |                       | write to this host's memory, send to the partner, seal   |
@@ -52,7 +52,7 @@ from fullshard.launch.environment import may_be_started_again, read_rank_environ
 
 
 class MemoryCopies:
-    """Copy the training state in the background to the memory of this host and the next one.
+    """Copies the training state in the background to the memory of this host and of the next one.
 
     Every rank creates a `MemoryCopies` and calls the same methods in the same order.
 
@@ -95,7 +95,7 @@ class MemoryCopies:
         self._copied: int | None = None  # the step of the latest complete copy
 
     def after_step(self, step: int, **arguments: Unpack[SaveArguments]) -> None:
-        """Start a copy if one is due, and wait for it if too many steps would be at risk. A collective.
+        """Start a copy if one is due, and wait for it if too many steps would be at risk. All ranks must call this.
 
         Args:
             step: the number of the step that has just ended; stored in `extra`.
@@ -115,7 +115,7 @@ class MemoryCopies:
             self._wait()
 
     def load(self, *, newer_than: float = 0.0, **parts: Unpack[LoadArguments]) -> dict[str, Any] | None:
-        """Load the newest complete copy, if there is one. A collective.
+        """Load the newest complete copy, if there is one. All ranks must call this.
 
         Args:
             newer_than: the `saved_at` of a checkpoint; older copies are ignored. The value on rank 0 is used.
@@ -179,8 +179,8 @@ class MemoryCopies:
     def _make_room(self, directory: Path, nbytes: int) -> None:
         """Create the directory of this copy.
 
-        Raises `CheckpointError` if the memory has no room for the copy, or, for the first copy, for it and the next
-        one.
+        Raises `CheckpointError` if there is not enough memory for the copy. The first copy needs enough for itself and
+        the next one.
         """
         needed = nbytes if self._begun else 2 * nbytes
         free = min(shutil.disk_usage(self.directory).free, available_host_memory())
@@ -231,7 +231,7 @@ class HostGrid:
         return (rank + self.per_host) % self.world_size if self.world_size > self.per_host else None
 
     def kept_by(self, host: int) -> list[int]:
-        """Return the ranks whose files a host keeps."""
+        """Return the ranks whose files are kept on a host."""
         own = range(host * self.per_host, (host + 1) * self.per_host)
         return [*own, *(rank for rank in range(self.world_size) if self.partner_of(rank) in own)]
 
@@ -239,7 +239,7 @@ class HostGrid:
 def transfers(
     wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid
 ) -> list[tuple[str, int, int]]:
-    """Return a (file, sender, receiver) tuple for each file that a host's ranks want but the host does not have.
+    """Return a (file, sender, receiver) tuple for each file that ranks on a host need but the host does not have.
 
     `wanted` holds the names of the wanted files for each rank. `held` lists at least one host for every file. The
     result is the same on every rank.
@@ -258,7 +258,7 @@ def transfers(
 
 
 class _CopyStore(Store):
-    """Hold the location of a copy. Files are written in place and become valid once all hosts have sealed them."""
+    """The location of a copy. Files are written in place and become valid once all hosts have sealed them."""
 
     @property
     def directory(self) -> Path:
@@ -305,7 +305,7 @@ class PendingCopy(Pending):
 
 
 def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, parts: LoadArguments) -> dict[str, Any]:
-    """Load a copy, taking each file from any host that has it. A collective.
+    """Load a copy, taking each file from any host that has it. All ranks must call this.
 
     Raises `DamagedError` if no host has an undamaged version of some file.
     """
@@ -349,7 +349,7 @@ def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, part
 
 
 def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and manifest of each copy that any host sealed after `newer_than`, newest first. A collective."""
+    """Yield the name and manifest of each copy that any host sealed after `newer_than`, newest first, on all ranks."""
     mine: dict[str, float] = {}
     for path in sorted(directory.glob("step-*")):
         try:

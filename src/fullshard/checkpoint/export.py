@@ -110,7 +110,7 @@ _Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
 
 
 class SavedLayout:
-    """Convert unsharded parameters to the tensors that Transformers stores for them.
+    """Converts unsharded parameters to the tensors that Transformers stores for them.
 
     Usually the stored tensor is the parameter itself. But Transformers 5 holds some models in another form in memory
     than on disk, such as all experts of a layer in one tensor, and other software reads the form on disk. `batches`
@@ -153,7 +153,7 @@ class SavedLayout:
         return cls(model, local_tensors(model), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
-        """Gather the parts of a batch. A collective.
+        """Start gathering the parts of a batch. All ranks must call this.
 
         The returned function returns the full tensors and merges adapters where needed.
         """
@@ -177,7 +177,7 @@ class SavedLayout:
         return batch.group.convert(by_name.__getitem__, self._outline)
 
     def _name(self, source: LocalTensor) -> str:
-        """Return the primary name of a weight, to which its other names are tied."""
+        """Return the primary name of a weight that may be tied to other names."""
         names = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
         return names[0] if names else source.name
 

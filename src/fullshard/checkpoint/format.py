@@ -112,7 +112,7 @@ class PieceRecord(_Record):
 
 
 class CodeRecord(_Record):
-    """The form of optimizer state that is stored in few bits: codes with one scale for each `block` of them.
+    """The form of optimizer state that is stored as 4-bit or 8-bit codes, with one scale per `block` codes.
 
     A value is `book[code] * scale`, or `code * scale` if there is no book. `book` is the length of the book, or 0. The
     file holds the parts as NAME.codes, NAME.scales and NAME.book (both float32). Blocks are counted from the start of
@@ -133,7 +133,7 @@ class CodeRecord(_Record):
 
 
 class FormRecord(_Record):
-    """One of the `core.forms` in which weights are stored.
+    """One of the forms in `core.forms`, in which weights are stored as codes and scales.
 
     The file holds the parts as NAME.codes, NAME.scales and so on. Pieces start at a multiple of the form's atom, and
     blocks are counted from the start of the tensor. If `is_transposed`, elements are counted with the last two dims
@@ -180,7 +180,7 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
 
 
 class ChunkingRecord(_Record):
-    """The way in which tensor parallelism has split a tensor. See `core.boxes.Chunking`."""
+    """How tensor parallelism has split a tensor. See `core.boxes.Chunking`."""
 
     dim: _Natural
     parts: Annotated[_Few, Field(ge=2)]
@@ -236,7 +236,7 @@ class TensorRecord(_Record):
 
 
 def chunking_record(chunking: Chunking) -> ChunkingRecord | None:
-    """Return the record of a chunking, or None if it flattens the tensor row by row anyway."""
+    """Return the record of a chunking, or None if it keeps the elements in row-by-row order."""
     if chunking.is_row_by_row:
         return None
     return ChunkingRecord(dim=chunking.dim, parts=chunking.parts, groups=chunking.groups)
@@ -268,7 +268,7 @@ class GroupRecord(_Record):
 
 
 class OptimizerRecord(_Record):
-    """An optimizer: its class, its groups in order, and its state as parameter name -> state key -> record."""
+    """An optimizer: its class, its groups in order, and its state records keyed by parameter name and state key."""
 
     kind: str
     groups: tuple[GroupRecord, ...]
@@ -352,7 +352,7 @@ def trainer_state(directory: Location) -> Location:
 
 
 def part_paths(directory: Location) -> list[Location]:
-    """Return the checkpoints in a directory of several, in the order of their models.
+    """Return the checkpoints in a directory that holds several, in the order of their models.
 
     Return an empty list if the directory is a checkpoint itself.
     """
@@ -361,12 +361,12 @@ def part_paths(directory: Location) -> list[Location]:
 
 
 def part_name(number: int) -> str:
-    """Return the directory name for one of several models."""
+    """Return the directory name for one of several models that are saved together."""
     return f"{_PART_PREFIX}{number}"
 
 
 def is_part(name: str) -> bool:
-    """Return whether a directory name is that of a part of a checkpoint of several models."""
+    """Return whether a directory name is one that `part_name` returns."""
     return name.startswith(_PART_PREFIX) and name.removeprefix(_PART_PREFIX).isdigit()
 
 

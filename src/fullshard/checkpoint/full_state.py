@@ -26,7 +26,7 @@ from fullshard.features import ShardedTensor
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a parameter or buffer as a full tensor. A collective, because it gathers.
+    """Return a parameter or buffer as a full tensor. All ranks must call this.
 
     A floating-point tensor is cast to `dtype` before it is gathered.
     """
@@ -109,7 +109,7 @@ def _takes_state_dict(model: nn.Module) -> bool:
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
-    """Return what `state_dict()` of the unsharded model would return. A collective: every rank calls it.
+    """Return what `state_dict()` of the unsharded model would return. All ranks must call this.
 
     Parameters are gathered one at a time, so besides the shards the device needs room for the largest one.
 
@@ -192,7 +192,7 @@ def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load full tensors into a sharded model. A collective: every rank calls it.
+    """Load full tensors into a sharded model. All ranks must call this.
 
     Only the `state_dict` of rank 0 is read. Its tensors are sent one at a time, and every rank keeps its interval.
     Values are cast to the parameters' dtypes, as torch's `load_state_dict` does. The extra state of modules is sent as
@@ -239,7 +239,7 @@ def load_full_state_dict(
 
 
 def _sent(ranks: Ranks, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return rank 0's `tensor`, cast to `dtype`, on every rank."""
+    """Return `tensor` from rank 0, cast to `dtype`, on every rank."""
     sent = torch.empty(shape, dtype=dtype, device=ranks.device)
     if tensor is not None:  # on rank 0
         sent.copy_(tensor)

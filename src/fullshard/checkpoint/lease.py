@@ -1,4 +1,4 @@
-"""Let only one job at a time use a folder, because a second one would remove or replace the checkpoints of the first.
+"""Let only one job use a folder at a time, because a second job could remove or replace the first one's checkpoints.
 
     OUT/.lease.json           one job uses all of OUT: it removes old checkpoints there, or numbers new ones
     OUT/.NAME.lease.json      one job uses OUT/NAME, which it replaces
@@ -70,7 +70,7 @@ def hold_folder(directory: Location) -> bool:
 
 
 def hold_name(path: Location) -> bool:
-    """Reserve only the name `path`, in the way of `hold_folder`.
+    """Reserve only the name `path`, not its folder, until this process ends or calls `let_go`.
 
     Return whether this process did not hold it before.
     """
@@ -93,7 +93,7 @@ def require_free(path: Location) -> None:
 
 
 def let_go(directory: Location | None = None) -> None:
-    """Release all folders and names, or those in `directory`."""
+    """Release the folders and names in `directory`, or all of them by default."""
     inside = None if directory is None else directory.absolute()
     for path in list(_HELD):
         if inside is None or path.is_relative_to(inside):
@@ -194,7 +194,7 @@ def _new() -> bytes:
 
 
 def _born(pid: Any) -> str:
-    """Return an id that distinguishes a process from all others with the same pid, on any host.
+    """Return an id that distinguishes a process from any other with the same pid, on any host.
 
     Return an empty string if the system does not provide the information.
     """
@@ -260,7 +260,7 @@ def _renew(path: ObjectPath, own: ObjectPath) -> None:
 
 
 def _forget() -> None:
-    """Drop the leases inherited from the parent in a forked process. The parent keeps them."""
+    """Discard the leases that a forked process inherited from its parent. The parent keeps them."""
     for held in _HELD.values():
         if isinstance(held, int):
             os.close(held)

@@ -25,7 +25,7 @@ from fullshard.features import ShardedParameter
 def merge_adapters(
     model: nn.Module, adapter_names: Sequence[str] | None = None, safe_merge: bool = False, progressbar: bool = False
 ) -> None:
-    """Merge adapters of a PEFT model into its sharded base weights, in place. A collective.
+    """Merge adapters of a PEFT model into its sharded base weights, in place. All ranks must call this.
 
     Afterwards forwards skip the adapters, as after PEFT's `merge_adapter`, which has the same arguments. If
     `safe_merge` finds a layer whose merged weights would not be finite, it raises an error that names the layer; the
@@ -40,7 +40,7 @@ def merge_adapters(
 
 
 def unmerge_adapters(model: nn.Module) -> None:
-    """Undo the merge of all merged adapters, as PEFT's `unmerge_adapter` does. A collective.
+    """Undo the merge of all merged adapters, as PEFT's `unmerge_adapter` does. All ranks must call this.
 
     As with PEFT, the weights are restored except for the rounding of the two sums.
     """
@@ -51,7 +51,7 @@ def unmerge_adapters(model: nn.Module) -> None:
 
 
 def use_sharded_methods(model: Any) -> None:
-    """Replace the methods of a PEFT model that would be wrong on sharded parameters.
+    """Replace the methods of a PEFT model that would give wrong results on sharded parameters.
 
     Each is replaced with a correct version or with one that raises an error.
     """
@@ -111,7 +111,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _change(layer: Any, change: Callable[[Any], object]) -> None:
-    """Let PEFT change an unsharded copy of a layer, and keep this rank's part of the new base weights."""
+    """Let PEFT change an unsharded copy of a layer, then keep this rank's part of the new base weights."""
     known = {id(local.tensor): local for local in local_tensors(layer)}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:

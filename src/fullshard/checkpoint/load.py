@@ -71,7 +71,7 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of this rank to fill. Its dtype is that of the record.
+    """A tensor on this rank that a load fills. Its dtype is that of the record.
 
     It holds the elements `interval` of the flattened full tensor, counted in the order of `chunking`.
     """
@@ -95,7 +95,7 @@ def load_checkpoint(
     weights: Weights = "all",
     rng: bool = True,
 ) -> dict[str, Any]:
-    """Load what `save_checkpoint` wrote, at any world size, strategy and mesh. A collective: every rank calls it.
+    """Load what `save_checkpoint` wrote, at any world size, strategy and mesh. All ranks must call this.
 
     Only the requested parts are read. They must exist in the checkpoint, and the model must have exactly the parameters
     and persistent buffers of the checkpoint, with the same shapes and dtypes.
@@ -139,10 +139,10 @@ def load_proved(
     weights: Weights = "all",
     rng: bool = True,
 ) -> dict[str, Any]:
-    """Load from files that `prove` verifies and, if necessary, fetches first. A collective.
+    """Load from files that `prove` first verifies and, if necessary, fetches. All ranks must call this.
 
-    `data` is the manifest. `prove` is also a collective. It is called with the manifest, the kinds of files that are
-    read, and the names of the files that this rank reads. If it fails, nothing has changed.
+    `data` is the manifest. All ranks call `prove` with the manifest, the kinds of files to read, and the names of the
+    files that this rank reads. If it fails, nothing has changed.
     """
     load = ranks.together(f"matching {directory} with the model", lambda: _Load(directory, data, ranks, parts, weights))
     prove(load.manifest, ["state", *dict.fromkeys(target.kind for target in load.targets)], load.files())
@@ -158,7 +158,7 @@ def load_proved(
 
 
 def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
-    """Read and verify every byte of the files of the given kinds. A collective: each file is read by one rank."""
+    """Read and verify every byte of the files of the given kinds. One rank reads each file, and all must call this."""
 
     def prove() -> None:
         if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):
@@ -168,7 +168,7 @@ def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Se
 
 
 def prove_checkpoint(path: str | Location) -> None:
-    """Read and verify every byte of a checkpoint, with the files divided among the ranks. A collective.
+    """Read and verify every byte of a checkpoint, dividing the files among the ranks. All ranks must call this.
 
     `verify_checkpoint` runs in one process and reports more details.
 
@@ -285,7 +285,7 @@ class _Load:
         return extra or {}
 
     def _restore_rng(self, stored: Mapping[str, torch.Tensor]) -> None:
-        """Restore the random number generators if this rank saved its own."""
+        """Restore the random number generators if the checkpoint holds their state for this rank."""
         saved_by, why = self.manifest.world_size, ""
         if self.ranks.world_size != saved_by:
             why = f"saved by {saved_by} ranks, loaded by {self.ranks.world_size}"
@@ -360,9 +360,9 @@ class _Load:
         *,
         on_device: bool,
     ) -> Any:
-        """Return the value of an entry of optimizer state, or a tensor to read it into.
+        """Return an entry of optimizer state: a Python value, or an empty tensor to fill.
 
-        The tensor is `there` if it fits, since allocating new memory takes time.
+        The existing tensor `there` is reused if it fits, because allocating new memory takes time.
         """
         if isinstance(record, StateValueRecord):
             return decode_value(record.value, {})
@@ -382,7 +382,7 @@ class _Load:
 
 
 def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a value is a tensor of `dtype` with the device, shape and strides of `like`."""
+    """Return whether a value is a tensor of `dtype` with the same device, shape and strides as `like`."""
     place = like.device, like.shape, like.stride()
     return (
         isinstance(value, torch.Tensor)
@@ -393,7 +393,7 @@ def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _fill(target: _Target, readers: Readers) -> None:
-    """Read the elements of one target from the files that hold them."""
+    """Fill one target with elements from the files that hold them."""
     if isinstance(target.tensor, CodedTensor):
         readers.fill_coded(target.tensor, target.name, target.record, target.interval, target.chunking)
         return
@@ -455,7 +455,7 @@ def _match(
 
 
 def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
-    """Return whether this rank's blocks of a coded weight coincide with blocks of the saved pieces."""
+    """Return whether the blocks of a coded weight have the same boundaries on this rank as in the saved pieces."""
     assert local.form is not None  # noqa: S101 -- the caller asked
     both = record.chunking, local.chunking
     if both[0] != both[1] and not all(chunking.is_row_by_row for chunking in both):
@@ -465,7 +465,7 @@ def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
 
 
 def _opened(directory: Location, ranks: Ranks) -> bytes:
-    """Return the manifest after a quick check of all files. A collective.
+    """Return the manifest after a quick check of all files. All ranks must call this.
 
     Only rank 0 reads, to reduce the load on the file system.
     """
@@ -484,7 +484,7 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
 
 
 def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
-    """Return whether this rank needs the state under `key`.
+    """Return whether this rank needs the optimizer state under `key`.
 
     It needs all state except that of matrices that other ranks own.
     """

@@ -29,7 +29,7 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MergedModel:
-    """Describe the model that `PeftModel.merge_and_unload` would create from a model at rest, without creating it.
+    """Describes the model that `PeftModel.merge_and_unload` would create from a model at rest, without creating it.
 
     `base` is the model without adapters, with the class and configuration of the result. `sources` lists the tensors of
     the result, in its order and with its names. A source contains the model's own tensor if the adapters do not change
@@ -58,7 +58,7 @@ class MergedModel:
         return self._local[id(tensor)]
 
     def merge(self, source: LocalTensor, whole: Whole) -> torch.Tensor:
-        """Return a tensor of the result. `whole` returns the unsharded values of each tensor that it needs."""
+        """Return a tensor of the result. `whole` returns the unsharded values of the tensors that the merge needs."""
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return whole(source.tensor)
@@ -112,7 +112,7 @@ class MergedModel:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise `CheckpointError` if the adapters do not change weights or the base is quantised."""
+    """Raise `CheckpointError` if the adapters do not change weights or the base model is quantised."""
     check = getattr(model.base_model, "_check_merge_allowed", None)
     if check is None:
         raise CheckpointError(
@@ -163,7 +163,7 @@ def copy_module(
     *,
     deep: bool = True,
 ) -> nn.Module:
-    """Return a module like `module` without its hooks and with other tensors.
+    """Return a copy of `module` without its hooks and with its tensors replaced.
 
     `replace` returns the new tensor for each old one. Tied tensors stay tied.
     """

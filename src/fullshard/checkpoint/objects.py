@@ -27,7 +27,10 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class ObjectPath(PurePosixPath):
-    """A path in an object store. Directories are prefixes, which exist as long as an object has them."""
+    """A path in an object store.
+
+    A prefix counts as a directory as long as the store holds an object with that prefix.
+    """
 
     __slots__ = ()
 
@@ -40,7 +43,7 @@ class ObjectPath(PurePosixPath):
         return super().parent if len(self.parts) > 2 else self
 
     def absolute(self) -> ObjectPath:
-        """Return the path itself, because a store has no links."""
+        """Return the path itself, because an object store has no symbolic links."""
         return self
 
     resolve = absolute
@@ -139,7 +142,7 @@ class ObjectPath(PurePosixPath):
         return str(self._files()._strip_protocol(str(self))).strip("/")
 
     def _is_it(self, key: str) -> bool:
-        """Return whether a listed entry is this path itself.
+        """Return whether a listed entry refers to this path itself.
 
         Stores list such an entry if a tool created an empty object for the directory.
         """
@@ -158,7 +161,7 @@ Location = Path | ObjectPath
 
 
 def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
-    """Return the contents of a small file or object."""
+    """Return the contents of a small file or object, of at most `limit_nbytes` bytes."""
     if not isinstance(path, ObjectPath):
         return read_bytes(path, limit_nbytes=limit_nbytes)
     if (nbytes := path.size()) > limit_nbytes:
@@ -231,9 +234,9 @@ def at_exit(function: Callable[[], None]) -> None:
 
 
 def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of those of the named files that exist directly in a directory.
+    """Return the sizes of the named files, omitting those that do not exist directly in the directory.
 
-    An object store is asked only once.
+    An object store is queried only once.
     """
     if isinstance(directory, ObjectPath):
         there = directory.beneath()

@@ -91,9 +91,9 @@ def group_records(
 
 
 def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
-    """Yield the state that this rank reports.
+    """Yield the optimizer state that this rank reports.
 
-    This is the state of parameters from which it saves an element, and of the matrices that it owns.
+    This is the state of parameters of which this rank saves at least one element, and of the matrices that it owns.
     """
     for members in group_parameters(optimizer, parameters):
         for parameter, local in members:

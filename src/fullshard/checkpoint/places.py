@@ -1,4 +1,4 @@
-"""Find the parameters and buffers of a Transformers model that files must fill, and those that may be missing."""
+"""Find the parameters and buffers of a Transformers model to fill from files, and those that files may lack."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _without_wrappers(path: str) -> str:
-    """Return a path without the parts for PEFT's wrappers and for checkpoint wrappers.
+    """Return a module path without the parts added by PEFT's wrappers and checkpoint wrappers.
 
     A module that PEFT trains completely starts as a copy of the original module, so it gets the name of the original.
     """
@@ -52,7 +52,7 @@ def _without_wrappers(path: str) -> str:
 
 
 def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
-    """Return the names except those that match the ignore patterns of the model's class."""
+    """Return the names that do not match the ignore patterns of the model's class."""
     patterns = list(getattr(model, attribute, None) or ())
     if attribute == "_keys_to_ignore_on_load_unexpected":
         # These are buffers that earlier versions stored in every layer.
@@ -63,7 +63,7 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
 
 
 def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
-    """Return the weights that the saved class did not have, such as a new head or another pooler.
+    """Return the names of weights that the saved model class did not have, such as those of a new head or pooler.
 
     The configuration names the saved class. If that class cannot be built here, everything outside the base model
     counts as a head.

@@ -166,7 +166,7 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, Te
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the modules in fp32 for which the model asks this, whatever the dtype of the others."""
+    """Keep modules in fp32 if the model requires this for them, whatever the dtype of the others."""
     if not hasattr(model, "_get_dtype_plan"):
         return
     asked: Any = model
@@ -201,7 +201,7 @@ def _resize_token_embeddings(
 ) -> nn.Module:
     """Resize the embeddings as Transformers does.
 
-    Before the old rows have been read, the new rows cannot be drawn with their mean and covariance.
+    New rows cannot be drawn with the mean and covariance of the old rows before the old rows have been read.
     """
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
@@ -214,7 +214,7 @@ def _resize_token_embeddings(
 
 
 class PretrainedWeights:
-    """The weights of a directory for one model. Implements the engine's `WeightSource`.
+    """The weights in a directory, to be read into one model. Implements the engine's `WeightSource`.
 
     `base` is the Transformers model, which may be wrapped later; names are relative to it. `built` is the model as the
     configuration describes it, before any changes. `dtype` is the dtype of weights before they are quantised.
@@ -317,10 +317,10 @@ class PretrainedWeights:
             out[kept.numel :].copy_(added[start : start + interval.numel - kept.numel])
 
     def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Fill `parts` with the codes and scales of the files. Return False if the files hold another form.
+        """Fill `parts` with the codes and scales in the files. Return False if the files use another form.
 
         Raises:
-            CheckpointError: tensor parallelism cuts the weight within blocks.
+            CheckpointError: tensor parallelism splits the weight inside a block.
         """
         name = self._name(slot)
         coded = None if name is None else self._sources[name].coded
@@ -417,13 +417,16 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Return whether the model only has more rows than the files, as after `resize_token_embeddings`."""
+    """Return whether the model's shape differs from the stored one only in having more rows.
+
+    This is the case after `resize_token_embeddings`.
+    """
     is_table = isinstance(module, nn.Embedding | nn.Linear) and len(shape) == len(stored) and len(shape) in (1, 2)
     return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 
 
 def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> torch.Tensor:
-    """Return values for the rows that were added to a table, which are the same on every rank at every world size."""
+    """Return values for the rows added to a table. They are the same on every rank and at every world size."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)
     return torch.randn(numel - stored.numel, generator=generator) * std

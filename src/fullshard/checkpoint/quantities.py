@@ -1,4 +1,4 @@
-"""Decide which weights of a model are quantised.
+"""Determine which weights of a model are quantised.
 
 The weights that bitsandbytes cannot quantise are quantised at rest.
 """
@@ -55,8 +55,8 @@ def conversion_of(model: nn.Module) -> Conversion:
 def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
     """Quantise at rest the large weights that the bitsandbytes settings include but that have no bitsandbytes layer.
 
-    If `freezes`, these weights are frozen like those in bitsandbytes layers. Otherwise weights that are trained are
-    left unquantised. Weights that have another form already keep it.
+    If `freezes`, these weights are frozen like those in bitsandbytes layers. Otherwise trainable weights are left
+    unquantised. Weights that are already stored in another quantised form stay in it.
     """
     config = _quantization_config(model)
     if config is None:
@@ -70,9 +70,9 @@ def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
-    """Return the ids of the modules of adapters of any kind.
+    """Return the ids of all modules that belong to adapters of any kind.
 
-    No file of the base model holds their parameters.
+    Files of the base model do not hold their parameters.
     """
     found: set[int] = set()
     for module in _adapted(model):
@@ -88,13 +88,13 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 
 def _quantization_config(model: nn.Module) -> Any:
-    """Return the model's bitsandbytes settings, or None if it has none because its layers were converted one by one."""
+    """Return the model's bitsandbytes settings, or None if its layers were converted individually."""
     quantizers = (module.__dict__.get("hf_quantizer") for module in model.modules())
     return next((q.quantization_config for q in quantizers if q is not None and "bnb" in type(q).__module__), None)
 
 
 def _shape(module: nn.Module, parameter: Any) -> tuple[int, ...] | None:
-    """Return the unquantised shape of a weight that is quantised, or will be when it is moved.
+    """Return the unquantised shape of a weight that is quantised, or that will be when it is moved to a device.
 
     Return None for any other weight.
     """

@@ -31,15 +31,15 @@ _MESSAGE_NBYTES = 256 * 2**20
 
 
 def _spread(parameter: ShardedParameter) -> int:
-    """Return the number of ranks that shard or replicate a parameter, including tensor parallelism."""
+    """Return the number of ranks that shard or replicate a parameter, including those used for tensor parallelism."""
     outer = parameter.spec.outer_group
     return parameter.mesh.world_size * (1 if outer is None else outer.size())
 
 
 class Ranks:
-    """All ranks of the job as seen from this one, and the device to send from.
+    """All ranks of the job, as seen from this rank, and the device that its messages are sent from.
 
-    Every method is a collective.
+    All ranks must call each method.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -74,7 +74,7 @@ class Ranks:
         return ranks
 
     def apart(self) -> Ranks:
-        """Return the same ranks with a separate process group, which another thread may use. A collective."""
+        """Return the same ranks with a separate process group for use in another thread. All ranks must call this."""
         if self.world_size == 1:
             return Ranks()
         group = self._group or dist.group.WORLD
@@ -144,7 +144,7 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with that of rank 0. It must be contiguous and on `device`."""
+        """Overwrite `tensor` with the tensor on rank 0. It must be contiguous and on `device`."""
         if self.world_size > 1 and tensor.numel():
             with self._peers("receiving tensors"):
                 dist.broadcast(as_sent(tensor.view(-1)), src=0, group=self._group)
@@ -190,14 +190,14 @@ class Ranks:
         return self.together(doing, lambda: function() if self.rank == 0 else None, kind=kind)
 
     def _numbers(self, own: int) -> list[int]:
-        """Return the numbers of all ranks on every rank."""
+        """Return the `own` integers of all ranks on every rank."""
         numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         all_gather_single(numbers, torch.tensor([own], dtype=torch.int64, device=self.device), group=self._group)
         return [int(number) for number in numbers.tolist()]
 
     @contextmanager
     def _peers(self, doing: str) -> Iterator[None]:
-        """Report a failed collective as the loss of the other ranks."""
+        """Report a failed collective as the loss of other ranks."""
         group = self._group or dist.group.WORLD
         try:
             with Waiting(f"a checkpoint, {doing}", [group]):
@@ -211,9 +211,10 @@ class Ranks:
 
 
 def all_come(where: str, seconds: float) -> bool:
-    """Return whether all ranks call this within `seconds`. Unlike in a collective, a rank that is alone continues.
+    """Return whether all ranks call this within `seconds`.
 
-    All ranks must call it equally often, not counting the calls in which a rank was alone.
+    Unlike a collective, this returns False on a rank that the others do not join in time. All ranks must call it
+    equally often, not counting the calls that returned False.
     """
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()

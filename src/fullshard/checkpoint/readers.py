@@ -1,4 +1,4 @@
-"""Read elements of tensors from the files of a checkpoint, in whichever pieces they are stored."""
+"""Read elements of tensors from the files of a checkpoint, however the tensors are divided among the files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_OPEN_FILES = 16
 
 
 class Readers:
-    """Manage readers for the data files, of which only a few are open at a time."""
+    """Manages the readers of the data files, and keeps only a few of them open at a time."""
 
     def __init__(self, directory: Location, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
@@ -125,7 +125,7 @@ class Readers:
         out.write(values)
 
     def fill_parts(self, out: CodedPart, name: str, record: TensorRecord, interval: Interval) -> None:
-        """Read weights in the form in which they are held.
+        """Read weights that are kept as codes, without decoding them.
 
         The blocks are the same at every world size.
         """
@@ -137,7 +137,7 @@ class Readers:
                 out.parts[part.name][start : start + stored.numel()].copy_(stored)
 
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
-        """Return elements `wanted` of a piece, counted from its start, as decoded values."""
+        """Return the decoded values of elements `wanted` of a piece, counted from the start of the piece."""
         coding, block = piece.coding, piece.coding.block
         start = wanted.start // block * block
         whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
@@ -152,7 +152,7 @@ class Readers:
     def _coded_parts(
         self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
     ) -> dict[str, torch.Tensor]:
-        """Return the codes and scales for complete blocks of a piece, and the full book if there is one."""
+        """Return the codes and scales of complete blocks of a piece, and the full codebook if there is one."""
         reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
         for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
             ending = part.rpartition(".")[2]
@@ -180,7 +180,7 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One contiguous copy of elements.
+    """One contiguous range of elements to copy.
 
     `source` counts from the start of the piece, and `target` from the start of the wanted interval.
     """
@@ -191,7 +191,7 @@ class Read:
 
 
 def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tuple[int, int] | None:
-    """Return the range of items in which a part stores the given blocks.
+    """Return the range of items in which a part (codes, scales or book) stores the given blocks.
 
     Return None if the complete part must be read.
     """

@@ -51,7 +51,7 @@ def save_checkpoint(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> Location:
-    """Save a training state that can be loaded at any world size. A collective: every rank calls it.
+    """Save a training state that can be loaded at any world size. All ranks must call this.
 
     Parameters, optimizer state and persistent buffers are stored once, by the ranks that own them. Random number
     generators are stored by every rank, and everything else by rank 0. Every rank must be able to write to the
@@ -95,7 +95,7 @@ class Destination:
 
     @classmethod
     def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
-        """Agree on one destination. A collective of the ranks of `model`."""
+        """Agree on one destination. All ranks of `model` must call this."""
         for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
             schedule.note_save()  # before anything can wait for a rank that continues to train
         ranks = Ranks.of(model)
@@ -114,7 +114,7 @@ class Destination:
         return self.store.save_id
 
     def make(self, doing: str, *, several: bool = False) -> None:
-        """Prepare the destination; see `Store.prepare`. A collective."""
+        """Prepare the destination; see `Store.prepare`. All ranks must call this."""
 
         def prepare() -> None:
             note_stamps_in(self.final.parent)
@@ -125,7 +125,7 @@ class Destination:
             self.store.own_names = self.ranks.broadcast(self.store.own_names)
 
     def hold(self, *, total_limit: int | None) -> None:
-        """Reserve what this save may replace or remove. A collective.
+        """Reserve the folder or name in which this save may replace or remove checkpoints. All ranks must call this.
 
         Raise an error if another job has reserved it. See `lease`.
         """
@@ -171,9 +171,9 @@ class Pending(ABC):
     step: int | None = field(default_factory=lambda: JOURNAL.step, kw_only=True)
 
     def complete(self, ranks: Ranks) -> Location:
-        """Write the checkpoint and commit it. A collective over `ranks`.
+        """Write the checkpoint and commit it. All of `ranks` must call this.
 
-        A call from another thread needs `ranks` that no other thread uses.
+        A call from another thread needs `ranks` whose process group no other thread uses.
         """
         begin = time.monotonic()
         final = self._complete(ranks)
@@ -196,13 +196,13 @@ class Pending(ABC):
 
     @abstractmethod
     def _write(self, ranks: Ranks) -> Callable[[], None]:
-        """Write everything except for the commit. Return the function that commits, for rank 0 to call."""
+        """Write everything and return the function that commits the checkpoint, for rank 0 to call."""
 
 
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> PendingSave:
-    """Run the part of a save during which training must pause. A collective.
+    """Run the part of a save during which training must pause. All ranks must call this.
 
     If `memory` is given, the state is copied into it, so that training can continue before the state is written.
     """
@@ -254,9 +254,9 @@ def prepare_parts(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> PendingParts:
-    """Prepare a save of several models as `prepare_save` does for one.
+    """Prepare to save several models, as `prepare_save` does for one.
 
-    The result is a directory of checkpoints, which is committed as a unit.
+    The result is a directory that holds one checkpoint per model and is committed as a unit.
     """
     destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
     destination.hold(total_limit=total_limit)

@@ -20,7 +20,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
-    """Return the number of the file for each tensor, in order.
+    """Return the file number for each tensor, in order.
 
     A new file is started when a tensor would exceed the limit.
     """

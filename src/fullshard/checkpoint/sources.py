@@ -26,7 +26,7 @@ _COMPARED_NUMEL = 2**20
 class Match:
     """The result of matching a directory with a model.
 
-    It holds the sources by the model's names, and the stored names that are not used.
+    It holds the sources, keyed by the model's names, and the stored names that are not used.
     """
 
     sources: dict[str, TensorSource]
@@ -90,7 +90,7 @@ def are_equal(one: TensorSource, other: TensorSource) -> bool:
 def _coded_together(
     group: Group, stored: Mapping[str, TensorSource], outline: Outline
 ) -> Callable[[str, tuple[int, ...]], CodedSource] | None:
-    """Return a function that gives the codes of a tensor of a group; None if files hold none of it as codes."""
+    """Return a function that returns the codes of a tensor in a group, or None if the files hold none as codes."""
     taken = {key: stored[key].coded for _, key in group.takes}
     first = next((coded for coded in taken.values() if coded is not None), None)
     if first is None:
@@ -103,7 +103,10 @@ def _coded_together(
             parts[part.name] = _Together(group, own, outline, torch_dtype(part.dtype))
 
     def coded_of(name: str, shape: tuple[int, ...]) -> CodedSource:
-        """Return the codes; `shape` is the values'. They are of no use if rows are no whole number of blocks long."""
+        """Return the codes of a tensor whose values have this shape.
+
+        The result cannot be kept at rest (it has no mark) if the row length is not a multiple of the block size.
+        """
         sources: dict[str, TensorSource] = {}
         for part in first.form.parts if parts else ():
             together = parts[part.name]
@@ -124,7 +127,7 @@ def _is_by_rows(source: TensorSource) -> bool:
 
 
 class _Together:
-    """The tensors of a group, which are computed when the first is read and kept until the last has been read."""
+    """Holds the tensors of a group, which are computed when the first is read and kept until the last has been read."""
 
     def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline, dtype: torch.dtype) -> None:
         self.group, self._stored, self._outline, self._dtype = group, stored, outline, dtype

@@ -11,7 +11,7 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Hold copies of tensors in one block of host memory per state.
+    """Holds copies of tensors in one block of host memory per saved state.
 
     Blocks are reused, because allocating the pages of a new block takes longer than the copy.
     """
@@ -27,7 +27,7 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copy tensors, given by kind of file and name, into one block."""
+        """Copy tensors, grouped by kind of file and keyed by name, into one block."""
         flat = [tensor for named in tensors.values() for tensor in named.values()]
         is_remote = any(tensor.device.type != "cpu" for tensor in flat)
         block, at = self._take(sum(_aligned(tensor.nbytes) for tensor in flat), pinned=is_remote), 0

@@ -1,4 +1,4 @@
-"""Timestamps for checkpoints that always increase, whatever happens to the clocks.
+"""Timestamps for checkpoints that always increase, even if clocks are set back.
 
 Clocks can be set back, and the clocks of two hosts differ. So the timestamp of a save is the time of day or, if it is
 not later than all timestamps that this process has seen, the next larger number. The process sees the timestamps of
@@ -28,7 +28,7 @@ def note_stamp(stamp: float) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def note_stamps_in(folder: Location) -> None:
-    """Note the timestamps of the checkpoints directly in a folder, once per folder and process."""
+    """Take the timestamps of checkpoints directly in a folder into account, once per folder and process."""
     for path in entries_of(folder) if folder.is_dir() else ():
         for place in (path, *part_paths(path)) if path.is_dir() else ():
             with contextlib.suppress(CheckpointError):  # not a checkpoint, or a damaged one

@@ -55,7 +55,7 @@ def temp_directory(final: Path, save_id: str) -> Path:
 
 
 def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
-    """Create the directory that a save fills before it is committed to `final`. This process holds it until then.
+    """Create the directory that a save fills before it is committed to `final`, and lock it until then.
 
     Remains of killed saves in the same parent directory are removed.
     """
@@ -91,7 +91,7 @@ def refuse_file(path: Path) -> None:
 def refuse_current(path: Path) -> None:
     """Raise `CheckpointError` if `path` is the current directory or contains it.
 
-    `--overwrite` with `.` is a mistake, because everything in the current directory would be removed.
+    Using `--overwrite` with `.` is a mistake, because everything in the current directory would be removed.
     """
     try:
         current = Path.cwd()
@@ -163,14 +163,14 @@ def restore_replaced(final: Path) -> None:
 
 
 def replaced_directories(final: Path) -> list[Path]:
-    """Return the directories that had the name `final` before a commit that did not finish."""
+    """Return the directories that were called `final` until a commit renamed them and then did not finish."""
     return _beside(final, OLD_PREFIX)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a checkpoint such that a crash on the way leaves nothing that looks like one.
+    """Remove a checkpoint so that a crash during the removal leaves nothing that looks like a checkpoint.
 
-    Two saves in the same directory may both choose to remove this checkpoint. If another one has already removed it,
+    Two saves in the same directory may both choose to remove this checkpoint. If the other save has already removed it,
     this does nothing.
     """
     aside = _own_name(path)
@@ -183,7 +183,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a directory. If it is a link because the checkpoint was moved elsewhere, remove only the link."""
+    """Remove a directory, or only the link if it is a link to a checkpoint that was moved elsewhere."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     while path.exists():
@@ -196,7 +196,7 @@ _HELD: dict[Path, int] = {}
 
 
 def _make_held(temp: Path) -> None:
-    """Create a directory and lock it while this process lives, so that other processes see that it is in use."""
+    """Create a directory and lock it until this process ends, so that other processes see that it is in use."""
     while temp not in _HELD:
         temp.mkdir()
         with contextlib.suppress(FileNotFoundError):  # another save has removed it as a leftover before it was locked
@@ -216,7 +216,7 @@ def _let_go(temp: Path) -> None:
 
 @contextlib.contextmanager
 def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
-    """Yield whether no process holds `path`, and keep others from taking it meanwhile.
+    """Yield whether no process holds `path`, and prevent other processes from taking it while the context is active.
 
     Yield None if the file system does not support locks. With a shared lock, other processes can check `path` at the
     same time and do not mistake this check for a holder.

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Store:
-    """The location of one save in a file system, and the operations to prepare and commit it.
+    """The location of one save in a file system, with the operations to prepare and commit the save.
 
-    `save_id` distinguishes saves to the name `final`. After `prepare`, `own_names` tells whether file names contain
-    `save_id`.
+    `save_id` distinguishes this save from others with the name `final`. After `prepare`, `own_names` says whether file
+    names contain `save_id`.
     """
 
     def __init__(self, final: Any, save_id: str, *, overwrite: bool = False) -> None:
@@ -162,7 +162,7 @@ class ObjectStore(Store):
             let_go_of(self.final)
 
     def _remove_unfinished_beside(self) -> None:
-        """Remove what killed saves have left in a folder that is reserved for this job."""
+        """Remove files left by killed saves in a folder that is reserved for this job."""
         folder, found = self.final.parent, dict[str, list[str]]()
         for name in folder.beneath():
             directory, _, rest = name.partition("/")
@@ -180,7 +180,7 @@ def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store
 
 @contextlib.contextmanager
 def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[Store]:
-    """Yield a store for one process to write to, and to set the manifest of.
+    """Yield a store for one process to fill. The caller sets the manifest of the store.
 
     The checkpoint is committed if the block succeeds, and removed if it fails.
     """
@@ -211,7 +211,7 @@ def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterat
 
 
 def remove_checkpoint(path: Location) -> None:
-    """Remove a checkpoint such that a crash on the way leaves nothing that looks like one."""
+    """Remove a checkpoint so that a crash during the removal leaves nothing that looks like a checkpoint."""
     if not isinstance(path, ObjectPath):
         storage.remove_directory(path)
         return
@@ -262,10 +262,7 @@ def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
 
 
 def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[str]) -> None:
-    """Remove the files of saves that were not committed.
-
-    These are all files that the manifest does not name.
-    """
+    """Remove the files of saves that were not committed, that is, all files that the manifest does not name."""
     kept: set[str] = set()
     if manifests:
         try:

@@ -20,7 +20,7 @@ _DOING = "streaming the weights"
 def stream_weights(
     model: nn.Module, *, dtype: torch.dtype | str | None = None, rank0_only: bool = False
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield every tensor that `export_hf` would write, with the same name and values. A collective.
+    """Yield every tensor that `export_hf` would write, with the same name and values. All ranks must call this.
 
         for name, tensor in fullshard.stream_weights(model, dtype="bfloat16"):
             engine.load_weights([(name, tensor)])

@@ -49,7 +49,7 @@ _REQUEST_NBYTES, _REQUESTS = 4 * 2**20, 4
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file: its name, torch's name of its dtype, and its shape."""
+    """A tensor in a file, described by its name, its dtype (as torch calls it), and its shape."""
 
     name: str
     dtype: str
@@ -100,7 +100,7 @@ class FileSink:
         return self._file.write(data) or 0
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Start to write this part to disk, so that the later `fsync` takes less time. Only has an effect on Linux."""
+        """Start writing this part to disk, so that the later `fsync` takes less time. Only has an effect on Linux."""
         if _SYNC_FILE_RANGE is not None:
             descriptor = self._file.fileno()
             _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
@@ -150,7 +150,7 @@ class ObjectSink(FileSink):
 
 
 def open_to_read(path: Location) -> Any:
-    """Open a file for reading. In an object store, the next block is fetched in the background."""
+    """Open a file for reading. For an object store, blocks are prefetched in the background."""
     if isinstance(path, ObjectPath):
         options = {"cache_type": "background", "cache_options": {"maxblocks": _REQUESTS}}
         return path.open("rb", block_size=_REQUEST_NBYTES, **options)
@@ -158,7 +158,7 @@ def open_to_read(path: Location) -> Any:
 
 
 class TensorFileWriter:
-    """Write one new data file, and return its record when it is safely on disk.
+    """Writes one new data file, and returns its record once the file is safely on disk.
 
     Tensors must be written in the order of `storage_order(entries)`. The metadata goes into the header.
     """
@@ -186,7 +186,7 @@ class TensorFileWriter:
             raise
 
     def write(self, name: str, data: Bytes) -> None:
-        """Append the next tensor, which must be called `name` and have exactly the expected size."""
+        """Append the next tensor, which must have the name `name` and exactly the expected size."""
         self.write_parts(name, (data,))
 
     def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
@@ -251,7 +251,7 @@ class StoredTensor:
 
 
 class TensorFileReader:
-    """Read parts of one data file.
+    """Reads parts of one data file.
 
     All returned bytes have passed their checksums. A mismatch raises `CheckpointError`.
     """

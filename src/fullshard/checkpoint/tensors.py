@@ -1,4 +1,4 @@
-"""Find the tensors of a model that are saved, and this rank's parts of them."""
+"""Find the tensors of a model that are saved, and the parts of them that this rank holds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Read torch's own files (`torch.save`) such that their contents cannot run code or exhaust memory.
+"""Read files that `torch.save` wrote, without letting their contents run code or exhaust memory.
 
-They are zip archives that contain a pickle. `weights_only=True` rejects any pickle that asks for more than tensors and
-plain values. Two things that it does not check are checked here first: compressed entries, which could expand to any
-size, and entries that share bytes. Tensors are mapped from the file and read only when their elements are needed.
+The files are zip archives that contain a pickle. `weights_only=True` rejects any pickle that asks for more than tensors
+and plain values. Two dangers that it does not check for are checked here first: compressed entries, which could expand
+to any size, and entries that share bytes. Tensors are mapped from the file and read only when they are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_ENTRIES = 1_000_000
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return the contents of a file that `torch.save` wrote, with its tensors mapped from the file."""
+    """Return the object in a file that `torch.save` wrote, with its tensors mapped from the file."""
     try:
         with open_regular(path) as file:
             check_archive(file, path.stat().st_size, where=str(path))
@@ -32,13 +32,13 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(data: bytes, *, where: str) -> Any:
-    """Return the contents of bytes that `torch.save` wrote; see `load_torch_file`."""
+    """Return the object in bytes that `torch.save` wrote; see `load_torch_file`."""
     check_archive(io.BytesIO(data), len(data), where=where)
     return _load(io.BytesIO(data), where=where, mmap=False)
 
 
 def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
-    """Raise `CheckpointError` if an archive unpacks to more than its own size."""
+    """Raise `CheckpointError` if an archive would unpack to more than its own size."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()

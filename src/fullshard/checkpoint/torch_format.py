@@ -1,4 +1,4 @@
-"""Write a checkpoint that also contains torch's distributed format, for programs that read nothing else.
+"""Write a checkpoint that also contains torch's distributed format, for programs that cannot read the native format.
 
 step-1000/
   manifest.json, ...          the checkpoint, which fullshard loads regardless of the other files

@@ -67,9 +67,9 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def encode_plain(value: Any, *, where: str) -> JsonValue:
-    """Convert `value` to JSON without a file for tensors.
+    """Convert `value` to JSON without storing tensors in a file.
 
-    A tensor with a single element is converted to a number.
+    A tensor with a single element is converted to a number. Any other tensor is an error.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
@@ -91,7 +91,7 @@ def _encode_mapping(value: Mapping[Any, Any], *, where: str, tensors: dict[str, 
 
 
 def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
-    """Return the value that `encode_value` encoded."""
+    """Return the value that was passed to `encode_value`."""
     try:
         return _decoded(value, tensors)
     except (TypeError, ValueError) as error:  # for example `float("x")`, or a list in a set

@@ -88,7 +88,7 @@ def verify_checkpoint(path: str | Location) -> Verification:
 
 
 def verify_parts(path: str | Location) -> list[Verification]:
-    """Verify every part of a checkpoint of several models, or the only part of any other. See `verify_checkpoint`.
+    """Verify every part of a checkpoint of several models, or a checkpoint of one model. See `verify_checkpoint`.
 
     For a Trainer `checkpoint-N`, the checkpoint inside it is verified.
     """
@@ -99,7 +99,7 @@ def verify_parts(path: str | Location) -> list[Verification]:
 
 
 def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
-    """Return the problems of every `parts`-th data file of the given kinds, starting with number `part`.
+    """Return the problems found in every `parts`-th data file of the given kinds, starting with file number `part`.
 
     Every byte of these files is read.
     """
@@ -108,7 +108,7 @@ def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str],
 
 
 def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
-    """Return the missing parts of checkpoints that are valid only together."""
+    """Return one problem for each missing part of checkpoints that are valid only together."""
     names = {part.name for part, _ in parts}
     return [
         f"{part} was saved as one of {manifest.parts} parts, but {len(parts)} exist: {', '.join(sorted(names))}"
@@ -120,7 +120,7 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
     """Return the problems that can be found without reading data.
 
-    These are contradictory records, and files that are missing or truncated.
+    These are contradictory records, and missing or truncated files.
     """
     files = manifest.files
     if isinstance(directory, ObjectPath):  # one request is enough if all files are intact
@@ -135,7 +135,7 @@ def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
 def structure_problems(manifest: Manifest) -> list[str]:
     """Return the contradictions in a manifest.
 
-    Examples are elements that are in no file or in two, unknown dtypes, and state of unknown parameters.
+    Examples are elements that are stored in no file or in two files, unknown dtypes, and state of unknown parameters.
     """
     problems = []
     held: dict[str, int] = {}
@@ -167,7 +167,7 @@ def pieces_of(record: TensorRecord) -> list[PieceRecord]:
 
 
 def coverage_problems(pieces: Sequence[PieceRecord], numel: int) -> list[str]:
-    """Return why `pieces`, sorted by start, do not hold each of `numel` elements exactly once.
+    """Return the reasons why `pieces`, sorted by start, do not hold each of `numel` elements exactly once.
 
     Return an empty list if they do.
     """
@@ -206,7 +206,7 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
 
 
 def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
-    """Return the values that cannot be decoded. Add the names of tensors in the other values to `named`."""
+    """Return the problems with values that cannot be decoded. Add the names of tensors in other values to `named`."""
     values = dict(manifest.states)
     if (optimizer := manifest.optimizer) is not None:
         for number, group in enumerate(optimizer.groups):
@@ -224,7 +224,7 @@ def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
 
 
 def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
-    """Return the problems of one data file, of which every byte is read."""
+    """Read every byte of one data file and return its problems."""
     record = manifest.files[path.name]
     if problem := size_problem(path, record, chunk_nbytes=manifest.chunk_nbytes):
         return [problem]

@@ -1,4 +1,4 @@
-"""Read directories of weights in Hugging Face's format by intervals.
+"""Read intervals of tensors from directories of weights in Hugging Face's format.
 
 These files come from other people, so they are not trusted: an index may only name files in its own directory, and a
 header may only describe tensors that lie inside the file and do not overlap.
@@ -63,10 +63,10 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class CodedSource:
-    """The parts of a weight that files hold as codes, by name, each flattened in the order of the blocks.
+    """The parts (codes and scales) of a quantised weight in files, keyed by name and each flattened in block order.
 
-    `mark` marks the weight to keep its codes at rest. It is None if no stored form has such blocks. `tensors` are those
-    of the files by the names that bitsandbytes has for them, if it wrote them.
+    `mark` marks the weight to keep its codes at rest. It is None if no stored form has such blocks. `tensors` holds the
+    tensors in the files, keyed by bitsandbytes' names, if bitsandbytes wrote them.
     """
 
     form: StoredForm
@@ -75,7 +75,7 @@ class CodedSource:
     tensors: Mapping[str, TensorSource] = field(default_factory=dict)
 
     def fill(self, interval: Interval, out: Mapping[str, torch.Tensor]) -> None:
-        """Read the parts of the elements `interval`, which must begin at a multiple of the form's atom."""
+        """Read the codes and scales of elements `interval`, whose start must be a multiple of the form's atom."""
         for part in self.form.parts:
             items = Interval(part.numel(interval.start), part.numel(interval.stop))
             self.parts[part.name].read(items, out[part.name])
@@ -99,7 +99,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
 
 
 def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
-    """Return the directory itself or, for a hub name, the directory in the hub's cache.
+    """Return a directory unchanged or, for a hub name, the model's directory in the hub's cache.
 
     The files are downloaded first if necessary.
     """
@@ -223,7 +223,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises `CheckpointError` if the file has no object, cannot be read, or is larger than `limit_nbytes`.
+    Raises `CheckpointError` if the file does not contain an object, cannot be read, or is larger than `limit_nbytes`.
     """
     try:
         return read_object(path, limit_nbytes=limit_nbytes)

@@ -199,7 +199,7 @@ def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
 
 
 class _Reference(torch.Tensor):
-    """A tensor without elements, with a reference to where they are stored."""
+    """A tensor without elements that refers to the location of its elements."""
 
     place: tuple[Kind, str, TensorRecord]
 
@@ -289,7 +289,7 @@ def _reference(kind: Kind, name: str, record: TensorRecord) -> _Reference:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Read each tensor when the writer asks for it."""
+    """Reads each tensor from the source only when torch's writer asks for it."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         super().__init__()
@@ -310,9 +310,9 @@ class _ReadingPlanner(DefaultSavePlanner):
         return whole
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer to fill.
+        """Return a buffer for reading a tensor with the shape and dtype of `like`.
 
-        The writer keeps its tensors until its file is complete, so buffers are reused.
+        Buffers are reused. Otherwise torch's writer would keep them all in memory until its file is complete.
         """
         if (like.shape, like.dtype) not in self._buffers:
             self._buffers[like.shape, like.dtype] = torch.empty(like.shape, dtype=like.dtype)

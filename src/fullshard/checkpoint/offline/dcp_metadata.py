@@ -43,7 +43,7 @@ _NAMES = {
 class Box:
     """A part of a tensor, with its offsets and sizes per dim and its location in a file.
 
-    The bytes there are an archive of `torch.save`.
+    The bytes at that location are an archive that `torch.save` wrote.
     """
 
     offsets: tuple[int, ...]
@@ -102,7 +102,7 @@ def read_metadata(directory: Path) -> list[StoredObject]:
 
 
 class _StandIn:
-    """A stand-in for an object of the metadata. It stores its arguments and does nothing."""
+    """A stand-in for an object in the metadata. It stores the constructor's arguments and does nothing."""
 
     state: Any = None
 
@@ -117,7 +117,7 @@ class _StandIn:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Unpickle objects as stand-ins only."""
+    """Unpickles objects as stand-ins only."""
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
@@ -138,7 +138,7 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def get_extension(self, code: int) -> None:
-        """Raise an error, because classes that are registered by number are not allowed."""
+        """Raise an error, because classes registered by number (pickle extensions) are not allowed."""
         raise CheckpointError(
             f"{self._path} asks for the registered class {code}, which does not belong in a checkpoint"
         )
@@ -213,7 +213,7 @@ def _problems(stored: StoredObject) -> list[str]:
 
 
 def _coverage(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> list[str]:
-    """Return why the boxes do not hold each element exactly once, or an empty list if they do."""
+    """Return the reasons why the boxes do not hold each element exactly once, or an empty list if they do."""
     for box in boxes:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
             o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)

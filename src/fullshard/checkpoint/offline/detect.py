@@ -112,6 +112,6 @@ def _directory(path: Path, optimizer: bool) -> Source | None:
 
 
 def _left_over(path: Path, used: list[Path]) -> list[str]:
-    """Return a note about the files of a foreign training state that are not converted."""
+    """Return a note about the files of another program's training state that are not converted."""
     names = sorted(entry.name for entry in {*path.iterdir()} - {*used, *files_beside_weights(path)})
     return [f"not converted: {', '.join(names)}"] if names else []

@@ -48,7 +48,7 @@ _WRAPPING = ("base_layer", "original_module")
 
 
 class _Base:
-    """The base model's files, by the names that the tensors have in the model."""
+    """The base model's files, accessed by the tensors' names in the model."""
 
     def __init__(self, files: Source, rules: Rules) -> None:
         self.files, self.on_disk, self._outline = files, files.contents.parameters, rules.outline
@@ -59,13 +59,16 @@ class _Base:
         self._converted = functools.lru_cache(1)(self._convert)
 
     def keys(self, name: str) -> list[str]:
-        """Return the names on disk of the tensors that one of the model is stored as or made of; none if it is new."""
+        """Return the names on disk of the tensors from which a tensor of the model is read or computed.
+
+        Return an empty list if the tensor is not in the files, because the adapter adds it.
+        """
         if name in self._numbers:
             return [key for _, key in self._groups[self._numbers[name]].takes]
         return [self._stored[name]] if name in self._stored else []
 
     def is_converted(self, name: str) -> bool:
-        """Return whether Transformers makes the tensor of others, as it stacks experts."""
+        """Return whether Transformers computes this tensor from other tensors, for example by stacking experts."""
         return name in self._numbers
 
     def whole(self, name: str) -> torch.Tensor:
@@ -125,9 +128,10 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
 def _with(
     base: _Base, changed: Mapping[str, LocalTensor], merge: Callable[[LocalTensor], torch.Tensor], model: nn.Module
 ) -> tuple[Contents, Callable[[Kind, str, Interval], torch.Tensor]]:
-    """Return what the base's directory holds once tensors of `model` have changed, and how to read it.
+    """Return the contents of the base model's directory with the changed tensors of `model`, and a function to read it.
 
-    Tensors that Transformers makes of others are stored as it stores them; the others under their names on disk.
+    Tensors that Transformers computes from others are stored in the form that it stores. The others keep their names on
+    disk.
     """
     sources: dict[str, LocalTensor] = {}
     records: dict[str, TensorRecord] = {}
@@ -172,9 +176,9 @@ def _config_directory(adapter: Path) -> Path:
 def _peft_model(
     base: Path, adapter: Path, directory: Path, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, torch.Tensor], Rules]:
-    """Return the PEFT model on the meta device, the adapter's tensors by their names in its base, and that one's rules.
+    """Return the PEFT model on the meta device, the adapter's tensors, and the rules that convert the base's files.
 
-    The rules are those from the files to the base model.
+    The adapter's tensors are keyed by their names in the PEFT model's base.
     """
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
@@ -222,7 +226,7 @@ def _open_adapter(directory: Path) -> Source:
 def _by_model_name(
     peft: Any, model: nn.Module, stored: Mapping[str, torch.Tensor], directory: Path
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of PEFT's file, keyed by their names in the PEFT model. PEFT is asked for the mapping."""
+    """Return the tensors of PEFT's file, keyed by their names in the PEFT model. PEFT supplies the mapping."""
     stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
     chosen = peft.get_peft_model_state_dict(
         model, state_dict=dict(stand_ins), save_embedding_layers=any(".embed" in name for name in stored)

@@ -87,7 +87,7 @@ def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> 
 
 
 def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[dict[str, Any], list[Any]]:
-    """Replace the numbers in an optimizer's state dict with parameter names.
+    """Replace the parameter numbers in an optimizer's state dict with parameter names.
 
     Only optimizers that were created from `named_parameters()` store these names.
     """

@@ -144,7 +144,7 @@ def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[I
 
 
 def silent(nbytes: int) -> None:
-    """Ignore progress."""
+    """Ignore progress reports."""
 
 
 def stream(

@@ -21,7 +21,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A flattened tensor that spans consecutive 1-D tensors, which may be mapped from a file.
+    """A flattened tensor whose elements are spread over consecutive 1-D tensors, which may be mapped from a file.
 
     Its elements start at `offset`.
     """
@@ -48,10 +48,10 @@ class Pieces:
 
 
 def open_torch_state(title: str, path: Path, *, optimizer: Path | bool = True, notes: Sequence[str] = ()) -> Source:
-    """Open a file of `torch.save` as a source.
+    """Open a file that `torch.save` wrote as a source.
 
-    It holds a state dict, or a dict with a state dict as `model` and possibly one of an optimizer. `optimizer` is
-    whether to open the optimizer's state, or the separate file that holds it.
+    The file holds a state dict, or a dict whose `model` is a state dict, possibly with one of an optimizer. `optimizer`
+    says whether to open the optimizer's state, or names the separate file that holds it.
     """
     loaded = load_torch_file(path)
     if not isinstance(loaded, Mapping):

@@ -64,7 +64,7 @@ def write_native(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write a checkpoint that `load_checkpoint` reads. Return one line about each part that was not converted.
+    """Write a checkpoint that `load_checkpoint` can read. Return one line about each part that was not converted.
 
     The checkpoint is sharded for `world_size` ranks in one shard group. Random number generators are kept only if the
     source was saved at the same world size. `dtype` casts the floating-point tensors of the model. `optimizer_kind` is
@@ -137,7 +137,7 @@ def _tied(source: Source) -> dict[str, list[str]]:
 
     Other formats store a tied tensor under each name, or do not record that it is tied. Tensors count as tied if they
     hold the same bytes, and their optimizer states are equal or only the first one has a state. So nothing is lost if
-    they are not really tied. Only matrices are compared, and the first elements are compared before everything else.
+    they are not really tied. To save time, only matrices are compared, starting with their first elements.
     """
     parameters, optimizer = source.contents.parameters, source.contents.optimizer
     state = optimizer.state if optimizer else {}
@@ -212,7 +212,10 @@ def _is_replicated(record: TensorRecord) -> bool:
 
 
 def _write_rank_states(new: Store, source: Source, world_size: int, notes: list[str]) -> dict[str, FileRecord]:
-    """Write the state of each rank at the same world size, otherwise that of rank 0 without its generators."""
+    """Write each rank's state into its file.
+
+    If the world size changes, only the state of rank 0 is written, without its random number generators.
+    """
     files = {}
     saved = source.contents.manifest.world_size if source.contents.manifest else 0
     if saved and saved != world_size:

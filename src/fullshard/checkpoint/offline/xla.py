@@ -28,7 +28,7 @@ Shard = tuple[str, tuple[int, ...], list[torch.Tensor]]
 
 
 def rank_files(directory: Path) -> list[Path]:
-    """Return the files that could be files of one rank each. `is_rank_file` checks their contents."""
+    """Return the files whose names suggest that each belongs to one rank. `is_rank_file` checks their contents."""
     names = (path for path in directory.iterdir() if path.suffix in (".pth", ".pt", ".bin") and path.is_file())
     return sorted(path for path in names if "rank" in path.name)
 
@@ -112,7 +112,7 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
 
 
 def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tuple[str, Pieces]]:
-    """Yield the original parameters in a sharded parameter. Usually there is only one."""
+    """Yield the original parameters that a sharded parameter contains. Usually there is only one."""
     name, size, parts = shard
     unit, _, local = name.rpartition(".")
     names, shapes, numels = flat.get(name) or ([local], [size], [math.prod(size)])
