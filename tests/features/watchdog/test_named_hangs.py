@@ -83,7 +83,11 @@ def hang_again_and_again(commands: Sequence[list[str]], cwd: Path, world_size: i
         for text in (own, screens[0][number]):
             waiting = re.search(r"CommunicationError: rank (\d+), unit '.*', .*\(step [34] of this process\)", text)
             assert waiting is not None and int(waiting[1]) != victim, (case, text)
-            seen = "sign of life" if how == "stop" else r"is running, at train.py:\d+ in come_to"
+            seen = (
+                "(gives no|no longer gives a) sign of life"
+                if how == "stop"
+                else r"is running, at train.py:\d+ in come_to"
+            )
             assert re.search(rf"rank {victim} \(process \d+ on \S+\) {seen}", text), (case, text)
         state = r"was stopped \(SIGSTOP\)" if how == "stop" else "was running"
         place = rf"rank {victim} of {world_size} \(process \d+ on \S+\) {state} and did not get that far"
