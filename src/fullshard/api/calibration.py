@@ -75,7 +75,7 @@ def _flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second of an elementwise operation on process memory that is too large for any cache."""
+    """Measure the bytes per second of an elementwise operation on tensors that are too large for any cache."""
     nbytes = 2**26 if device.type == "cpu" else 2**30
     source = torch.zeros(nbytes // 4, device=device)
     target = torch.zeros_like(source)

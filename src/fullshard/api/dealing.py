@@ -35,7 +35,7 @@ class Real:
     batches: int | None = None
 
     def rows(self, gathered: int, ranks: int) -> int:
-        """Return how many of the rows gathered from all ranks to keep: one per sample, or padded to equal batches."""
+        """Return how many rows of a gathered tensor to keep: one per sample, or all of equally padded batches."""
         if self.batches is None or gathered == self.dealt:
             return self.samples
         return gathered // ranks * self.batches

@@ -18,7 +18,7 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
             raise ConfigError(
                 f"gradient_accumulation_steps = {steps} on {most} ranks makes a batch of {steps * most} "
                 f"micro-batches, which cannot be divided evenly among {ranks} ranks",
-                hint=f"use a multiple of {_step(least, most, environment.local_world_size)}, or other numbers of hosts",
+                hint=f"use a multiple of {_step(least, most, environment.local_world_size)}, or another number of hosts",
             )
     return steps * most // environment.world_size
 

@@ -161,7 +161,7 @@ def _base_dtype(model: ModelShape) -> str:
 
 
 def _folded_ranks(model: nn.Module) -> dict[tuple[int, str], int]:
-    """Return the ranks of PEFT's adapters of bare parameters, by the id of the module that has one and its name."""
+    """Return the ranks of PEFT adapters on bare parameters, keyed by (id of the owning module, parameter name)."""
     adapted: list[Any] = [m for m in model.modules() if hasattr(m, "parameter_name") and hasattr(m, "lora_A")]
     return {
         (id(module.get_base_layer()), module.parameter_name): sum(module.r.get(name, 0) for name in module.lora_A)

@@ -147,7 +147,7 @@ class SavedLayout:
             return cls(merged.base, merged.sources, cast=cast, merged=merged)
         if carries_adapters(model):
             raise CheckpointError(
-                f"{type(model).__name__} contains adapters, so its parameter names are not those of a plain model",
+                f"{type(model).__name__} contains adapters, so its parameter names do not match those of a plain model",
                 hint=HOW_TO_SAVE_INNER,
             )
         return cls(model, local_tensors(model), cast=cast)

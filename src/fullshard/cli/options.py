@@ -1,4 +1,4 @@
-"""Command-line options that are generated from the fields of a pydantic model, and commands that parse none."""
+"""Command-line options generated from the fields of a pydantic model, and commands that pass arguments on unparsed."""
 
 from __future__ import annotations
 

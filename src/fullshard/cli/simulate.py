@@ -50,9 +50,9 @@ def simulate(
     The step uses no data and no other ranks. Prints how the model is sharded and how many bytes this rank would send.
     The exit code is 1 if the engine's events or bytes differ from those that `fullshard plan` predicts.
 
-    With --timeline, the step runs in virtual time. Each stream of one of the --devices has a clock, and kernels,
-    collectives, and launches take the times that the planner assumes. Prints the duration of the step, the exposed
-    communication, and the peak memory.
+    With --timeline, the step runs in virtual time: each stream of the device that --devices names has its own clock,
+    and kernels, collectives and launches take as long as the planner assumes. The command then prints the duration of
+    the step, the exposed communication and the peak memory.
     """
     from fullshard.plan.library import load_config
 

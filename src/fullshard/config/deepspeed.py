@@ -51,7 +51,7 @@ def _offload_device(target: str, value: Any) -> Settings:
     device = values.text(value).lower()
     if device == "nvme":
         raise ConfigError(
-            "nvme is not supported because state cannot be offloaded to disks",
+            "nvme is not supported, because optimizer state cannot be offloaded to disk",
             hint="use cpu, or use more ranks",
         )
     if device not in ("cpu", "none"):
@@ -95,7 +95,7 @@ _KINDS = ("type", "torch_adam", "adam_w_mode")
 
 
 def _made_by_script(value: Any) -> str:
-    """Accept an optimizer or a scheduler if all its numbers are `auto`, so that the script decides about them."""
+    """Accept an optimizer or scheduler whose numeric settings are all `auto`, which leaves them to the script."""
     numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)

@@ -103,7 +103,11 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
-        """Build settings from a mapping or None (defaults), or return them unchanged; else raise `ConfigError`."""
+        """Build settings from a mapping, or return existing settings unchanged. None gives the defaults.
+
+        Raises:
+            ConfigError: `value` is anything else.
+        """
         if isinstance(value, cls):
             return value
         if value is not None and not isinstance(value, Mapping):

@@ -396,7 +396,7 @@ TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Confi
 
 
 def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
-    """Refuse sizes in `given` that do not multiply to the world size, and topologies with adjacent replicas."""
+    """Refuse sizes whose product is not the world size, and topologies in which replicas are adjacent."""
     shard = given["dist.fsdp.size"]
     replicas, order = given.get("dist.dp.size"), given.get("dist.topology")
     problems = []

@@ -1,4 +1,4 @@
-"""The dtypes of each tensor by role. The engine and the planner both use these rules. No torch.
+"""The dtype of each tensor, by role. The engine and the planner share these rules. Imports no torch.
 
 | role | dtype |
 |---|---|

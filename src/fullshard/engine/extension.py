@@ -274,7 +274,7 @@ _alive: weakref.WeakSet[Extensions] = weakref.WeakSet()
 
 
 def tell_before_clipping(meshes: Collection[Mesh]) -> None:
-    """Notify the extensions of models on these meshes before the norm of gradients is computed."""
+    """Notify the extensions attached to models on these meshes before the gradient norm is computed."""
     for extensions in list(_alive):
         model = extensions._model()
         if model is not None and model.mesh in meshes:

@@ -43,7 +43,8 @@ class Unit(UnitParameters):
             the outermost unit.
         prefetched_in_forward, prefetched_in_backward: units to gather ahead while this one runs; None means the next in
             order.
-        is_kept_for_backward: whether the unit stays unsharded until the end of a backward that no output announces.
+        is_kept_for_backward: whether the unit stays unsharded until the backward pass ends, because no output hook
+            will signal its start.
     """
 
     def __init__(

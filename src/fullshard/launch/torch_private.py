@@ -43,7 +43,7 @@ def remaining_restarts(agent: LocalElasticAgent) -> int:
 
 
 def grant_restart(agent: LocalElasticAgent) -> None:
-    """Allow one more restart than the user set, for a restart that no failure caused. Since 2.0."""
+    """Raise the user's limit of restarts by one, for a restart that was not caused by a failure. Since 2.0."""
     agent._remaining_restarts += 1
     agent._worker_group.spec.max_restarts += 1
 

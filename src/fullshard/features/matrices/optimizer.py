@@ -39,7 +39,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._whole, self._dealt = [], []
 
     def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the parameter group of each parameter that is updated by matrices."""
+        """Return the parameter group of each parameter that is updated as a complete matrix."""
         return {}
 
     def is_owned(self, key: str) -> bool:

@@ -115,7 +115,7 @@ def materialize(
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
-    """Allocate a module's meta tensors, filled with a value that initialisation never leaves, and run `init`.
+    """Allocate a module's meta tensors, fill them with a marker value that reveals what `init` skips, and run `init`.
 
     Return False if there are none. Skip parameters of other units (tied parameters). `own` contains (module id,
     attribute) pairs of this unit's parameters.

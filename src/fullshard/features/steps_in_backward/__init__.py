@@ -1,1 +1,1 @@
-"""Optimizers that step within backward, one bucket at a time, so that all gradients never exist together."""
+"""Optimizers that step during backward, one bucket at a time, so that the gradients are never all in memory at once."""

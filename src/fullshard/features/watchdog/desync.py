@@ -195,7 +195,7 @@ class DesyncDetection(Extension):
                 warnings.warn(f"{found}\nhint: {HINT}", stacklevel=2)
 
     def _rates(self) -> list[list[float]]:
-        """Return the learning rates of each optimizer that stepped last, except those stored on a device."""
+        """Return the learning rates of every optimizer used in the last step, except rates stored on a device."""
         found = []
         for _, groups in self._stepped:
             rates = [group.get("lr") for group in groups]

@@ -178,7 +178,7 @@ class Watchdog(Watcher):
         self._step_began = now
 
     def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Wait for all ranks in a way that can name a missing rank, if they use accelerators."""
+        """Wait for all ranks if they use accelerators, and report any rank that is missing."""
         if group is not None:
             meet(group, device, "gathering a whole tensor")
 
