@@ -18,7 +18,8 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
             raise ConfigError(
                 f"gradient_accumulation_steps = {steps} on {most} ranks makes a batch of {steps * most} "
                 f"micro-batches, which cannot be divided evenly among {ranks} ranks",
-                hint=f"use a multiple of {_step(least, most, environment.local_world_size)}, or another number of hosts",
+                hint="use a multiple of "
+                f"{_step(least, most, environment.local_world_size)}, or a different number of hosts",
             )
     return steps * most // environment.world_size
 

@@ -34,8 +34,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             sharded = sharded_parameter_of(parameter)
             if sharded is not None and sharded is not parameter:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__}, parameter group {number}: it refers to {sharded.name} as it was before "
-                    "sharding, casting or materialising from the meta device; it will never receive a gradient",
+                    f"{type(optimizer).__name__}, parameter group {number}: it refers to {sharded.name} as it was "
+                    "before sharding, casting or materialising from the meta device; it will never receive a gradient",
                     hint="create the optimizer after sharding, or call fullshard.repoint(optimizer)",
                 )
 
