@@ -62,7 +62,7 @@ def four_bit_sources(stored: Mapping[str, TensorSource], form: str | None) -> di
         if key in states:
             found[key] = _source(key, stored, states[key], form)
         elif ending in _PARTS and name in stored and name not in states:
-            raise CheckpointError(f"{source.where} holds {key}, but no file of its directory {name}{_STATE}nf4")
+            raise CheckpointError(f"{source.where} holds {key}, but no file in its directory holds {name}{_STATE}nf4")
         elif _STATE not in key and not (ending in _PARTS and name in states):
             found[key] = source
     return found
@@ -134,7 +134,7 @@ def _by_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
 
 def _check_table(source: TensorSource, expected: torch.Tensor, name: str) -> None:
     if not torch.equal(read_whole(source, source.shape, torch.float32), expected):
-        raise CheckpointError(f"{source.where}: {name} is not the table that bitsandbytes has for this type")
+        raise CheckpointError(f"{source.where}: {name} is not the table that bitsandbytes uses for this type")
 
 
 def _read_bytes(source: TensorSource, interval: Interval, out: torch.Tensor) -> None:

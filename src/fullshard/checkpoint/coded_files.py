@@ -55,7 +55,7 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
         raise ConfigError(
             f"quantization_config is a {type(asked).__name__}, but the weights in {directory} are already quantised "
             f"({method})",
-            hint="leave it out to keep the form of the files, or use quantize=... for another form",
+            hint="omit it to keep the form in the files, or use quantize=... for another form",
         )
     del config.quantization_config
     return config, said

@@ -22,7 +22,7 @@ from fullshard.features.quantized_weights.marks import Mark
 def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSource:
     """Return the tensor called `name`, which is needed to decode the tensor called `key`."""
     if name not in stored:
-        raise CheckpointError(f"{stored[key].where} holds {key}, but no file of its directory {name}")
+        raise CheckpointError(f"{stored[key].where} holds {key}, but no file in its directory holds {name}")
     return stored[name]
 
 

@@ -206,7 +206,7 @@ def _resize_token_embeddings(
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
             "mean_resizing=True needs the old rows of the embedding, which are read only when the model is sharded",
-            hint="leave it out, so that new rows are drawn with the model's own initialisation",
+            hint="omit it, so that new rows are drawn with the model's own initialisation",
         )
     mean_resizing = not self.get_input_embeddings().weight.is_meta if mean_resizing is None else mean_resizing
     resized: nn.Module = type(self).resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -333,7 +333,7 @@ class PretrainedWeights:
             raise CheckpointError(
                 f"{name} of shape {self._sources[name].shape}: tensor parallelism over {shard.chunking.parts} ranks "
                 f"cuts it along dim {shard.chunking.dim}, within blocks of {form.name}",
-                hint="read the values, with dequantize=True, or leave it out of the tensor-parallel plan",
+                hint="pass dequantize=True, or remove the weight from the tensor-parallel plan",
             )
         return True
 

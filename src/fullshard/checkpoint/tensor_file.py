@@ -435,7 +435,10 @@ def parse_header(
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
-    """Return the path of a file in `directory` that another file names. Raises `CheckpointError` for other places."""
+    """Return the path of a file in `directory` that another file names.
+
+    Raises `CheckpointError` if `name` is not a plain file name.
+    """
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{where} points to {name!r}, outside its directory")
     return directory / name

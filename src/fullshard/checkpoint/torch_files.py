@@ -63,7 +63,7 @@ def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
     if not is_plain or tensor.device.type != "cpu" or tensor.is_quantized:
         raise CheckpointError(f"{where} is a {type(tensor).__name__} on {tensor.device}, not a tensor with values")
     if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{where} has the shape {tuple(tensor.shape)}, but its bytes are too few for it")
+        raise CheckpointError(f"{where} has the shape {tuple(tensor.shape)}, but too few bytes for that shape")
     return tensor.detach()
 
 

@@ -124,7 +124,7 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
 
 
 def weights_file(directory: Path) -> Path | None:
-    """Return the file in a directory that holds its weights, or the index of several. Return None if it has no weights.
+    """Return the file that holds a directory's weights, or the index of several such files; None if there are none.
 
     Raises `CheckpointError` for weights that cannot be read here, because they have another name or format or belong to
     an adapter or a checkpoint.
