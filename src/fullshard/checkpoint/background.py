@@ -63,7 +63,7 @@ class AsyncSaver:
         return self._thread is not None
 
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
-        """Copy the state, start writing it in the background, and return. A collective.
+        """Copy the state, start writing it in the background, and return. All ranks must call this.
 
         The arguments are those of `save_checkpoint`.
 

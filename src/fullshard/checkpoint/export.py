@@ -39,7 +39,7 @@ def export_hf(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> Path:
-    """Write the weights, configuration and tokenizer of `model` for `from_pretrained`. A collective.
+    """Write the weights, configuration and tokenizer of `model` for `from_pretrained`. All ranks must call this.
 
     Parameters are gathered one at a time and written immediately. Besides its shards, every device holds one unsharded
     parameter (or the parameters that are stored as one tensor), and rank 0's host holds up to two copies of it, however
