@@ -253,7 +253,7 @@ class Checkpointing(Facts):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the unsharded model to a directory. A collective.
+        """Write the unsharded model to a directory. This is a collective.
 
         Args:
             model: a prepared model.

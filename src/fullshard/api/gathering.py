@@ -87,7 +87,7 @@ class Gathering(Processes):
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Return whether any rank has set the flag since the last check. A collective."""
+        """Return whether any rank has set the flag since the last check. This is a collective."""
         flag = torch.tensor(int(self._trigger), device=self.device)
         self._trigger = False
         return bool(collectives.reduce(flag, "max").item())

@@ -186,7 +186,7 @@ def save(
     form: str = "native",
     saver: AsyncSaver | None = None,
 ) -> None:
-    """Save everything. A collective.
+    """Save everything. This is a collective.
 
     `whole_weights` also writes each unsharded model to a directory `model` in the checkpoint, for other programs. A
     `form` of `register_format` also writes its own files. With a `saver`, training continues during the save.
@@ -237,7 +237,7 @@ def save(
 
 
 def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
-    """Call the hooks of a script, which may communicate. A collective."""
+    """Call the hooks of a script, which may communicate. This is a collective."""
 
     def call() -> None:
         for hook in list(hooks):
@@ -251,7 +251,7 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
-    """Call save hooks and record the files they add, so that a later save may replace them. A collective."""
+    """Call save hooks and record the files they add, so that a later save may replace them. This is a collective."""
     ranks = Ranks()
     before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
     call_hooks(hooks, models, [], str(path))
@@ -265,7 +265,7 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
 
 
 def load(path: Location, state: TrainingState) -> int:
-    """Load everything that `save` wrote, and return the step. A collective."""
+    """Load everything that `save` wrote, and return the step. This is a collective."""
     parts = state.parts()
     saved = len(part_paths(path))
     if max(saved, 1) != len(parts):
@@ -306,7 +306,7 @@ def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location
 def save_model(
     model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment, *, safe: bool = True
 ) -> None:
-    """Write the unsharded model, or its adapters, to a directory, which may hold other files. A collective.
+    """Write the unsharded model, or its adapters, to a directory, which may hold other files. This is a collective.
 
     Remove existing weights that `from_pretrained` would read instead. See `Accelerator.save_model`.
     """

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:
-    """Return the newest valid checkpoint directly inside `root`. Not a collective.
+    """Return the newest valid checkpoint directly inside `root`. This is not a collective.
 
     Log each newer checkpoint that is invalid, with the reason. Because loading checks every byte anyway, the default is
     to check only the manifest and the presence and size of each file.
@@ -71,7 +71,7 @@ class Pruned:
 
 
 def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
-    """Remove the oldest complete checkpoints directly inside `root` until `keep` are left. Not a collective.
+    """Remove the oldest complete checkpoints directly inside `root` until `keep` are left. This is not a collective.
 
     Only complete checkpoints count, so the newest complete one always stays. Damaged ones are also kept, because a user
     should look at them first.

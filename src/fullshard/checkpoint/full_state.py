@@ -176,7 +176,7 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
 
 
 def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's part of every parameter and buffer, in host memory. Not a collective.
+    """Return this rank's part of every parameter and buffer, in host memory. This is not a collective.
 
     Returns:
         Copies under the unsharded model's names: flat intervals of sharded parameters, and full tensors otherwise.

@@ -1,4 +1,4 @@
-"""Plans of buckets without their memory: the dtype in each role, and which parts are on the host. No torch.
+"""Plans of buckets without their memory: the dtype in each role, and which parts are on the host. Imports no torch.
 
 The engine builds its buckets from these plans, and the planner uses them for its estimates, so the rules are the same.
 """

@@ -1,4 +1,4 @@
-"""The supported versions of torch, which are checked on import instead of during a run. No torch."""
+"""The supported versions of torch, which are checked on import instead of during a run. Imports no torch."""
 
 from __future__ import annotations
 

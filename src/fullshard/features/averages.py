@@ -78,7 +78,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the average with the current weights. Call it after each optimizer step. Not a collective.
+        """Update the average with the current weights. Call it after each optimizer step. This is not a collective.
 
         Raises:
             LifecycleError: Other parameters are trainable than at construction, or the averages are swapped in.

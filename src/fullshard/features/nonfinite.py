@@ -198,7 +198,7 @@ class NonFiniteGuard(Extension):
         return bad
 
     def _find(self, held: Iterable[str]) -> NonFinite | None:
-        """Return the fault in the named parameters' gradients, or None. A collective if the guard is alarmed.
+        """Return the fault in the named parameters' gradients, or None. This is a collective if the guard is alarmed.
 
         `held` is consumed only in that case. Current values count, because gradients may have been repaired or dropped
         since.

@@ -88,7 +88,7 @@ class ConsistencyCheck(Extension):
             self.run()
 
     def before_save(self) -> None:
-        """Compare the replicas. A collective."""
+        """Compare the replicas. This is a collective."""
         if self._has_run and self.every and self._are_compared and self._can_compare:
             with self.model.units[-1].waiting("comparing replicas"):
                 self._check(self._table(digest(self.model))[..., 0])
@@ -104,7 +104,7 @@ class ConsistencyCheck(Extension):
         return self._mesh.replicate_size > 1 and self.policy != "off"
 
     def run(self) -> None:
-        """Compare the ranks, report stragglers, and check replicas. A collective."""
+        """Compare the ranks, report stragglers, and check replicas. This is a collective."""
         seconds = [round(part * _NANO) for part in self._pace.take()]
         if self._can_compare:
             with self.model.units[-1].waiting("comparing ranks"):
@@ -114,7 +114,7 @@ class ConsistencyCheck(Extension):
                 self._check(table[..., 0])
 
     def _table(self, *numbers: int) -> torch.Tensor:
-        """Return the numbers of every rank, shape (replicate size, shard size, numbers). A collective."""
+        """Return the numbers of every rank, shape (replicate size, shard size, numbers). This is a collective."""
         mesh = self._mesh
         table = torch.zeros(mesh.replicate_size, mesh.shard_size, len(numbers), dtype=torch.int64)
         table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor(numbers)
@@ -180,7 +180,7 @@ class ConsistencyMethods:
     def rank_paces(self) -> list[RankPace]:
         """Return each rank's seconds of computing and waiting per step from the last comparison.
 
-        The list is empty before the first comparison. Not a collective.
+        The list is empty before the first comparison. This is not a collective.
         """
         return list(self._consistency_check().paces)
 

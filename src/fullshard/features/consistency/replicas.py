@@ -36,7 +36,7 @@ def digest(model: Schedule) -> int:
 def find_difference(model: Schedule) -> None:
     """Find the parameter with different values on the ranks and raise an error on all of them.
 
-    Return normally if only the padding between parameters differs. A collective.
+    Return normally if only the padding between parameters differs. This is a collective.
     """
     mesh, names, odd, is_even = model.mesh, dict[str, None](), dict[int, str](), False
     found = mesh.all_gather_object((mesh.rank, mesh.shard_rank, this_process(), _hashes(model)))

@@ -58,7 +58,7 @@ class _Methods(ShardedTensor):
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Redistribute as torch does: to replicas, to shards along a dim, or to another mesh. A collective."""
+        """Redistribute as torch does: to replicas, to shards along a dim, or to another mesh. This is a collective."""
         own = self.placements
         mesh = device_mesh or self.device_mesh
         if mesh == self.device_mesh and placements is not None and tuple(placements) == own:
@@ -107,7 +107,7 @@ class _Methods(ShardedTensor):
         self.untyped_storage()
 
     def tolist(self) -> Any:
-        """Return all elements of the unsharded tensor as nested lists. A collective."""
+        """Return all elements of the unsharded tensor as nested lists. This is a collective."""
         return self.full_tensor().tolist()
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
@@ -290,7 +290,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Reduce the gradient of a replicated tensor; each rank passes its own gradient. A collective.
+    """Reduce the gradient of a replicated tensor; each rank passes its own gradient. This is a collective.
 
     If the gradient is partial, each rank holds one term of a sum, so the result is that sum.
     """
@@ -303,7 +303,7 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
-    """Reduce a gradient over all ranks; each rank passes the gradient of its own loss. A collective.
+    """Reduce a gradient over all ranks; each rank passes the gradient of its own loss. This is a collective.
 
     The result uses the divisor of the unit's reduction, which gives the mean unless the script has set another. If
     `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.

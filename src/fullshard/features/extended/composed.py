@@ -33,7 +33,7 @@ class ComposedSpec(ShardSpec):
         self._composition = composition
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the unsharded parameter, or a tensor of its class computed from one. A collective."""
+        """Return the unsharded parameter, or a tensor of its class computed from one. This is a collective."""
         if not isinstance(local, self._composition.kind):
             return super().gather(local)
         wholes = {

@@ -114,7 +114,7 @@ class WholeMatrices:
         compute: Compute,
         take: Take,
     ) -> None:
-        """Let the owner of each matrix of the `given` parameters compute its result. A collective.
+        """Let the owner of each matrix of the `given` parameters compute its result. This is a collective.
 
         Every rank must pass the same parameters. Matrices are sent and computed in `dtype`. Owners receive `width`
         values for each element.

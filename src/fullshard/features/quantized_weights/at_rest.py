@@ -171,7 +171,7 @@ class CodedBucket(Bucket):
             _copy(how.compress(own_scales, self._mean_of(own_scales, index)), list(parts.values())[1:])
 
     def _mean_of(self, scales: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the mean of all scales of parameter `index`, given this rank's scales. A collective."""
+        """Return the mean of all scales of parameter `index`, given this rank's scales. This is a collective."""
         block, layout = self._form.block, self.layout
         placement = RaggedShard(layout.shard_numel // block, layout.offsets[index] // block)
         spec = ShardSpec(self.mesh, (-(-layout.specs[index].numel // block),), placement, Name())

@@ -82,7 +82,7 @@ class Peers:
 def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> Made | str:
     """Return the object that `make` creates from a group's ranks, or the reason why they cannot share memory.
 
-    `make` maps the memory that it needs, and raises `OSError` if it cannot. A collective.
+    `make` maps the memory that it needs, and raises `OSError` if it cannot. This is a collective.
     """
     mine = _offer()
     offers = _told_by_all(mine, group)

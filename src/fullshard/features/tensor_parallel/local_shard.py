@@ -81,7 +81,7 @@ class LocalShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from the parts of the ranks along the axis. A collective along the axis."""
+        """Return the whole tensor from the parts of the ranks along the axis. This is a collective along the axis."""
         if not self.is_chunked:
             return part
         return wrapped(part, self.mesh, [self.placement], self.whole_shape).full_tensor()

@@ -46,7 +46,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients so that their norm over all parameters and all ranks is at most `max_norm`. A collective.
+    """Scale gradients so that their norm over all parameters and all ranks is at most `max_norm`. This is a collective.
 
     Args:
         parameters: a model, or parameters that may be sharded or plain. Plain parameters count only once and are

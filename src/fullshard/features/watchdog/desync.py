@@ -64,7 +64,7 @@ class DesyncDetection(Extension):
         self._loads += 1
 
     def before_first_use(self, *, in_forward: bool) -> None:
-        """Check that the model is the same on every rank. A collective."""
+        """Check that the model is the same on every rank. This is a collective."""
         if in_forward:
             self._compare_model([f"weights loaded into {self._loads} units"])
             WATCHDOG.forget_failures(self._mesh.groups)
@@ -174,7 +174,7 @@ class DesyncDetection(Extension):
             self.compare()
 
     def compare(self) -> None:
-        """Compare what the ranks have done since the last step. A collective.
+        """Compare what the ranks have done since the last step. This is a collective.
 
         Ranks that read a loader in different orders get only one warning, because some scripts do so on purpose.
         """
