@@ -1,4 +1,4 @@
-"""The bytes a transformer layer keeps for backward, and its temporaries. All are per token, derived tensor by tensor.
+"""The bytes that a transformer layer keeps for backward, and its temporaries, per token and derived tensor by tensor.
 
 b is the bytes of an element in the compute dtype. H, I, q and kv are the widths of the residual stream, the
 feed-forward part, the queries and the keys (heads times head size). Autograd saves these tensors in a layer as

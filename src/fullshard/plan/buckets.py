@@ -1,4 +1,4 @@
-"""Buckets in the planner: the engine's bucket plans, extended by the number of bytes that they need."""
+"""The buckets that the planner works with: the engine's bucket plans, with the number of bytes that each one needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def shares_main(self) -> bool:
-        """Return whether unsharding does nothing, because one rank owns the whole bucket in its compute dtype."""
+        """Return whether the unsharded bucket is the stored one: a single rank owns all of it in its compute dtype."""
         return self.layout.world_size == 1 and self.may_hold_main
 
     @property
@@ -33,7 +33,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def scale_nbytes(self) -> int:
-        """The part of `main_nbytes` that is not codes (the scales), or 0 if the interval is stored as numbers."""
+        """The bytes of the scales within `main_nbytes`, or 0 if the interval is not stored as codes."""
         if self.form is None:
             return 0
         return self.main_nbytes - self.form.parts[0].numel(self.layout.shard_numel) * itemsize(self.form.parts[0].dtype)
@@ -52,7 +52,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def host_buffers(self) -> tuple[int, ...]:
-        """Bytes of each buffer in host memory. A second one holds the gather's input if the compute dtype differs."""
+        """Bytes of each buffer in host memory. If the compute dtype differs, a second one holds the gather's input."""
         if not self.main_is_on_host:
             return ()
         has_copy = self.is_gathered_from_host and not self.compute_shard_is_main

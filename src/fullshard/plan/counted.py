@@ -1,4 +1,4 @@
-"""Shapes of any model that Transformers supports: another program builds it on the meta device.
+"""Count the shapes of any model that Transformers supports, by having another process build it on the meta device.
 
 This layer does not import torch: `fullshard.api.counting` runs in another process, once for each configuration and
 version of Transformers. The results are cached in `$XDG_CACHE_HOME/fullshard/shapes`.
@@ -79,7 +79,7 @@ def _count(question: str, where: str) -> str:
 
 
 def _keep(path: Path, answer: str) -> None:
-    """Cache the result. If that fails, it is computed again next time."""
+    """Cache the result. If it cannot be written, it is computed again next time."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, answer)

@@ -48,7 +48,7 @@ class Matrix:
 
     @property
     def flops(self) -> int:
-        """Number of operations for the owner.
+        """The number of operations that the owner performs for this matrix.
 
         Each of Muon's iterations computes two symmetric products and one general product.
         """
@@ -110,7 +110,7 @@ class Dealing:
         return numbers
 
     def of_ranks(self, amount: Callable[[int], int], buckets: Iterable[int] | None = None) -> list[int]:
-        """Return for every rank the sum of an amount over its matrices.
+        """Return the sum of an amount over the matrices of each rank, for all ranks.
 
         `amount` maps the number of a matrix to a value. With `buckets`, only the matrices of these buckets count.
         """
@@ -126,12 +126,12 @@ class Dealing:
         return self.of_ranks(lambda number: self.matrices[number].flops, buckets)
 
     def held_by(self, number: int, rank: int) -> int:
-        """Return how many elements of a matrix a rank of the shard group has."""
+        """Return the number of elements of a matrix that a rank of the shard group holds."""
         matrix = self.matrices[number]
         return matrix.interval.intersect(self.layouts[matrix.bucket].rank_interval(rank)).numel
 
     def arriving(self, number: int) -> int:
-        """Return how many elements of a matrix its owner has to receive."""
+        """Return the number of elements of a matrix that its owner receives from other ranks."""
         return self.matrices[number].numel - self.held_by(number, self.owners[number][1])
 
     @property
@@ -176,7 +176,7 @@ def deal(
 
 
 def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Split adjacent items of these sizes into at most `count` parts of about the same total size."""
+    """Split a sequence of items of these sizes into at most `count` contiguous parts of about the same total size."""
     parts: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for number, size in zip(numbers, sizes, strict=True):
@@ -186,7 +186,7 @@ def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple
 
 
 def _dealt(dealing: Dealing, limits: Sequence[float]) -> tuple[Dealing, list[int]]:
-    """Return the dealing with owners, and the largest load after each exchange.
+    """Return the dealing with an owner for each matrix, and the largest load of any rank after each exchange.
 
     A matrix goes to the rank that has most of its elements, as long as that rank's load stays within the exchange's
     limit.

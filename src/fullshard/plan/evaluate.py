@@ -63,7 +63,7 @@ class AtRest:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs and the speed of one rank: memory, traffic and time, each computed on first use.
+    """The memory, traffic and time that one rank needs, each computed on first use.
 
     Attributes:
         model: the model as it was given, before the training method changed it.
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def expected(self) -> tuple[int, int]:
-        """The range in bytes that contains four out of five published runs."""
+        """The range of memory use, in bytes, that contains four out of five published runs."""
         return round(ERROR_BAR[0] * self.memory.needed), round(ERROR_BAR[1] * self.memory.needed)
 
     @property
@@ -182,7 +182,7 @@ class Plan:
 
 
 def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
-    """Predict everything."""
+    """Predict the memory, traffic and time of a training job on a cluster."""
     if not job.keeps_what_fits:
         return _evaluate(model, job, cluster)
     plain = _evaluate(model, job, cluster)
@@ -192,7 +192,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
 
 
 def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
-    """Predict everything.
+    """Predict the memory, traffic and time for a given budget for units that stay unsharded.
 
     `budget` is the number of bytes for units that stay unsharded after forward. If it is None, the strategy decides
     which units do.
@@ -260,7 +260,7 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
 
 
 def notes_of(plan: Plan) -> list[str]:
-    """Return the notes that the reader needs in addition to the numbers."""
+    """Return the notes that a reader of the plan needs in addition to its numbers."""
     job, device, layout = plan.job, plan.cluster.device, plan.setting.layout
     others = len(layout.units) - (2 if job.wrap_embeddings else 1)
     conversion = conversion_of(plan.model, job) if job.method != "full" and not plan.model.is_final else None
@@ -412,7 +412,7 @@ def _changes(plan: Plan) -> list[_Offer]:
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Return the smallest number of devices that is sufficient: a multiple that is divided evenly among hosts.
+    """Return the change to the smallest sufficient number of devices, a multiple that is divided evenly among hosts.
 
     The cost is measured in device time per token.
     """

@@ -226,7 +226,7 @@ def _experts(at: str, family: Family, experts: int, hidden: int, width: int) -> 
 
 
 def _is_dense(fields: Fields, index: int) -> bool:
-    """Return whether a layer of a mixture has no experts, according to the fields of families with such layers."""
+    """Return whether a layer of a mixture-of-experts model is a dense layer without experts."""
     sparse = fields.items("moe_layers")
     return (
         index in fields.items("mlp_only_layers")
@@ -300,7 +300,7 @@ def _gated(at: str, hidden: int, width: int, *, bias: bool = False) -> _Weights:
 def _model(
     fields: Fields, units: Iterable[UnitShape], root: _Weights, hidden: int, *, tied: bool, capped_logits: bool = False
 ) -> ModelShape:
-    """Build a model of `units`, with `root` around them and, unless the embedding is tied, the head.
+    """Build a model from `units`, the parameters in `root` around them and, unless the embedding is tied, the head.
 
     `tied` is the default for files that do not state it.
     """
@@ -467,7 +467,7 @@ def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
 
 
 def _check_heads_and_experts(block: Block, where: str) -> None:
-    """Refuse numbers that do not make a layer that can run.
+    """Raise an error if the numbers of heads or experts do not describe a layer that can run.
 
     The file may be a copy with a mistake in it.
     """

@@ -70,7 +70,7 @@ class Fields:
         """Return how many keys a query of layer `index` sees, or 0 if it sees all keys before it.
 
         `layer_types` states it for each layer; older files have a pattern, or nothing. `period` is the family's
-        default: one in `period` layers has no window. With 1 every layer has a window, and with 0 none has.
+        default: one in `period` layers has no window. If it is 1, every layer has a window; if it is 0, no layer does.
         """
         width, kinds = self.values.get("sliding_window"), self.items("layer_types")
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:

@@ -218,7 +218,7 @@ def _row_called(name: str) -> str | None:
 
 
 def _names() -> dict[str, str]:
-    """Return every spelling of a row's name, without punctuation and brands, and the row that it refers to."""
+    """Return a mapping from every spelling of a row's name, without punctuation and brands, to the row's name."""
     return {_key(known): known for known in DEVICES} | _ALIASES
 
 
@@ -231,7 +231,7 @@ def _key(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Some devices of one kind.
+    """A number of devices of one kind, on one or more hosts.
 
     Attributes:
         shares_memory: whether the ranks of a host share memory if they compute on CPUs. They do not share it with

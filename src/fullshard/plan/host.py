@@ -1,4 +1,4 @@
-"""Costs of an accelerator's host: the time it needs to issue a step, which virtual time uses too, and pinned memory."""
+"""Costs of an accelerator's host: the time to issue a step, which virtual time also uses, and pinned memory."""
 
 from __future__ import annotations
 

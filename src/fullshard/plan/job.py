@@ -191,7 +191,7 @@ class Job(View):
 
     @property
     def on_host(self) -> Offload:
-        """Return what is offloaded to host memory. If the device is the host's CPU, nothing is."""
+        """Return what is offloaded to host memory, which is nothing if the device is the host's CPU."""
         return Offload.of(
             self.offload,
             self.offload_compute_shards,

@@ -133,7 +133,7 @@ def lay_out(
     dtypes: Dtypes,
     offload: Offload | None = None,
 ) -> ModelLayout:
-    """Lay a model out. `shard_size` applies to the hybrid strategies."""
+    """Compute the layout of a model. `shard_size` applies to the hybrid strategies."""
     replicate_size, shard_size = strategy.mesh_shape(world_size, shard_size)
     units = []
     for unit in model.units:

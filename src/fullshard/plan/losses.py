@@ -112,7 +112,7 @@ def held_width(job: Job) -> int:
 
 
 def loss_note(model: ModelShape, job: Job) -> str:
-    """Return a line that states which loss is planned and why, or an empty string if the model has no vocabulary."""
+    """Return a note that states which loss is planned and why, or an empty string if the model has no vocabulary."""
     if not model.vocab:
         return ""
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)

@@ -106,9 +106,9 @@ def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> Matri
 
 
 def is_matrix(parameter: ParameterShape) -> bool:
-    """Return whether the optimizer updates a parameter as a matrix.
+    """Return whether the optimizer updates a parameter as a whole matrix.
 
-    It does for hidden, adapter and expert weights, but not for the embedding and the head.
+    Hidden, adapter and expert weights are updated in this way, but the embedding and the head are not.
     """
     if not parameter.trainable or parameter.role in ("embedding", "head") or len(parameter.shape) < 2:
         return False

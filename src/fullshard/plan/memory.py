@@ -217,7 +217,7 @@ class _Ledger:
         return dict(self.now)
 
     def apply(self, event: Event) -> list[dict[str, int]]:
-        """Apply an event and return the ledger's new states. If a peak is brief, it comes first."""
+        """Apply an event and return the ledger's new states, with any short-lived peak first."""
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
@@ -271,7 +271,7 @@ class _Ledger:
         return [self.nbytes]
 
     def _give_up_page(self) -> None:
-        """Free the activations whose copy to the host has arrived."""
+        """Free the activations on the device whose copy to the host has finished."""
         self.now["activations"] -= self.leaving_page
         self.leaving_page = 0
 
@@ -298,7 +298,7 @@ class _Ledger:
     def _leave_loss(self) -> list[dict[str, int]]:
         """Return the peak in the loss's backward.
 
-        Afterwards the ledger holds what is left when the head's backward begins.
+        Afterwards, the ledger holds what is still allocated when the head's backward begins.
         """
         self.now["logits"] = self.logits.loss
         moments = [self.nbytes]
@@ -412,7 +412,7 @@ class _Ledger:
 
     @property
     def _steps_in_backward(self) -> bool:
-        """Return whether the current backward steps the optimizer.
+        """Return whether the optimizer steps within the current backward pass.
 
         Only the last backward of a step can do so.
         """

@@ -76,8 +76,8 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
 def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
     """Return the linear layers that get an adapter, and the parameters of a mixture that do, with a factor of the rank.
 
-    PEFT takes the names of experts' projections and of the router for parameters that Transformers has made of them,
-    whatever else has these names. Two projections that have become one parameter have twice the rank there.
+    PEFT applies the names of experts' projections and of the router to the parameters that Transformers makes of them,
+    even if other layers have these names. If two projections become one parameter, its adapter has twice the rank.
     """
     names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
     converted = dict(model.converted_targets)
@@ -138,7 +138,7 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 
 
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
-    """Return the form in which a weight is stored. It is empty for numbers and for bitsandbytes' layers."""
+    """Return the form in which a weight is stored, or an empty string for plain numbers and bitsandbytes' layers."""
     is_matrix = _is_matrix(model, unit, parameter)
     if not _is_reached(parameter, is_matrix=is_matrix):
         return ""

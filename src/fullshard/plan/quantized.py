@@ -17,7 +17,7 @@ _FEW = 16
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a parameter holds several matrices, like the stacked experts of a layer in Transformers.
 
-    They have a dim of their own, or are stacked as rows, as in DBRX.
+    The matrices are stacked along a separate dim or, as in DBRX, along the rows.
     """
     *modules, attribute = name.lower().split(".")
     if len(shape) == 2:
@@ -26,7 +26,7 @@ def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def why_small(name: str, shape: tuple[int, ...]) -> str:
-    """Return why a weight is not worth quantising: it is small, or of a router; empty if it is worth it."""
+    """Return why a weight is not worth quantising (it is small or part of a router), or an empty string if it is."""
     if len(shape) < 2 or math.prod(shape) // max(1, *shape) < _FEW:
         return "small ones"
     modules = name.split(".")[:-1]
@@ -34,7 +34,7 @@ def why_small(name: str, shape: tuple[int, ...]) -> str:
 
 
 def shares(part: Mapping[str, int], whole: int) -> str:
-    """Return a list of what there is: each name with its number of elements, and their share of the whole."""
+    """Return a list of the named parts with the number of elements in each, and their share of the whole."""
     each = (f"{what} {format_count(numel)} ({numel / max(1, whole):.1%})" for what, numel in part.items())
     return ", ".join(each) or "nothing"
 
@@ -45,8 +45,8 @@ class Conversion:
 
     Attributes:
         is_asked_for: whether the complete model was to be quantised, and not only single layers.
-        converted: elements in few bits, in bitsandbytes' layers.
-        at_rest: elements in few bits between uses, in any layer, in the form `form`.
+        converted: quantised elements in bitsandbytes' layers.
+        at_rest: elements that are quantised between uses, in any layer, in the form `form`.
         whole: elements in 16 or 32 bits.
         tables: the part of `whole` in embeddings and the head, which bitsandbytes never converts.
         stacked: the part of `whole` in parameters that stack several matrices.
@@ -79,7 +79,7 @@ class Conversion:
 
     @property
     def said(self) -> str:
-        """A line that states how much stays in 16 or 32 bits, and why."""
+        """A line that states how much of the model stays in 16 or 32 bits, and why."""
         total = self.converted + self.at_rest + self.whole
         text = f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in "
         left = f"; left as they are: {shares(self.left, total)}"
@@ -95,7 +95,7 @@ class Conversion:
 
     @property
     def said_of_adapters(self) -> str:
-        """A line that states which weights have no adapter, and why. It is empty if all have one."""
+        """A line that states which weights have no adapter, and why, or an empty string if all weights have one."""
         if not self.unadapted:
             return ""
         return (
@@ -104,7 +104,7 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Refuse the model if most of it, apart from embeddings and the head, was not quantised as requested."""
+        """Raise an error if most of the model, apart from embeddings and the head, was not quantised as requested."""
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
                 f"the model was to be quantised, but {self.said}",

@@ -101,7 +101,7 @@ def _rest_table(plan: Plan) -> Table:
 def front_table(plans: Sequence[Plan], title: str) -> Table:
     """Return a table that shows plans side by side.
 
-    Columns with the same value for all plans are left out, because the plan above the table shows them.
+    Columns with the same value for all plans are omitted, because the plan above the table shows them.
     """
     rows = [_front_row(plan) for plan in plans]
     numbers = ("GiB", "tokens/s", "MFU")
@@ -173,7 +173,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
 
 
 def _picked(thing: object, names: str) -> dict[str, Any]:
-    """Return a dict of attributes by name. `key=attribute` stores an attribute under another key."""
+    """Return a dict of the named attributes of an object. `key=attribute` stores an attribute under another key."""
     pairs = (word.partition("=") for word in names.split())
     return {key: getattr(thing, attribute or key) for key, _, attribute in pairs}
 
@@ -196,7 +196,7 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
 
 
 def for_the_script(job: Job) -> str:
-    """Return the settings of a plan that a configuration cannot contain, so that the script must set them."""
+    """Return the settings of a plan that the script must make, because a configuration cannot contain them."""
     ours, plain = job.of_the_run(), job.__class__.model_fields
     values = {name: value for name, value in job.model_dump().items() if name not in ours}
     named = {n: v for n, v in values.items() if n in ("micro_batch", "seq_len", "optimizer") or v != plain[n].default}

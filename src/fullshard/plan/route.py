@@ -35,10 +35,10 @@ class Route(Enum):
 
     @property
     def widens(self) -> bool:
-        """Return whether reductions cast their input, so that gradients are collected in their original dtype."""
+        """Return whether a reduction casts its own input, so that gradients are collected in their original dtype."""
         return self is Route.SHARED_MEMORY
 
     @property
     def receives_apart(self) -> bool:
-        """Return whether the intervals to be summed arrive in separate buffers."""
+        """Return whether the intervals to be summed are received in separate buffers."""
         return self is Route.POINT_TO_POINT

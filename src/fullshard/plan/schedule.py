@@ -239,13 +239,13 @@ class _Run:
             self.step_when_final()
 
     def send_gradient(self, place: _Place) -> None:
-        """Record that a reduction is over, and copy its gradient to the host if the main weights are there."""
+        """Record that a reduction has finished, and copy its gradient to the host if the main weights are there."""
         bucket = self.bucket(place)
         if bucket.main_is_on_host:
             self.move(EventKind.TO_HOST, place, bucket.reduced_nbytes, "gradient")
 
     def step_when_final(self) -> None:
-        """Step the optimizer for buckets that are final, by the same rule as the engine's method of this name."""
+        """Step the optimizer for buckets with final gradients, by the same rule as the engine's method of this name."""
         if not self.steps:
             return
         sizes = self.model.shard_size, self.model.replicate_size

@@ -189,7 +189,7 @@ class _Search:
         return _Candidate(-speed, next(self._numbers), needed, way, saving)
 
     def _smaller(self, waiting: Sequence[_Candidate], needed: float) -> Iterator[Plan]:
-        """Yield plans that need less memory than those found so far, the fastest first."""
+        """Yield plans that need less memory than those found so far, the fastest plans first."""
         left = _SMALLER
         for candidate in sorted(waiting):
             if left and candidate.needed < 0.95 * needed:

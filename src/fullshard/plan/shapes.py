@@ -113,7 +113,7 @@ class Adapters:
 
 
 def _module_of(path: str) -> str:
-    """Return the path of the model's own module, without PEFT's wrappers, which are nested if it has several."""
+    """Return the path of a module in the model without PEFT, by removing the names of all PEFT wrappers."""
     return path.replace(".base_layer", "")
 
 
@@ -182,7 +182,7 @@ class UnitShape:
 
     @property
     def numel(self) -> int:
-        """The number of elements of all parameters."""
+        """The total number of elements in all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
@@ -291,7 +291,7 @@ class ModelShape:
         return dataclasses.replace(self, units=tuple(units))
 
     def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
-        """Return the model with every parameter replaced by the results of `change`."""
+        """Return the model with every parameter replaced by the parameters that `change` returns for it."""
         units = [
             dataclasses.replace(unit, parameters=tuple(new for p in unit.parameters for new in change(unit, p)))
             for unit in self.units
