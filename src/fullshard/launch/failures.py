@@ -23,7 +23,7 @@ def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -
 
 
 def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
-    """Describe where the other ranks noticed that `rank` had ended. Used if `rank` left no report."""
+    """Describe where the other ranks noticed that `rank` had ended. This is used if `rank` left no report."""
     others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
     lines = [message.partition("\n")[0] for message in others.values() if message]
     return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])

@@ -64,7 +64,7 @@ class LaunchPlan:
         return sharding.resolved_strategy().mesh_shape(self.world_size, sharding.resolved_shard_size(self.per_host))
 
     def summary(self) -> str:
-        """Return one line that says which processes start, and where."""
+        """Return one line that describes which processes start, and where they start."""
         hosts = self.launch.num_machines
         fewest = f"{self.launch.min_machines} to " if self.launch.is_elastic else ""
         where = "this host" if hosts == 1 else f"{fewest}{hosts} hosts ({self.per_host} each)"

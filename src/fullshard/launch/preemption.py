@@ -97,7 +97,7 @@ def listening_in(directory: Path) -> set[int]:
 
 
 def _tell_launcher(what: str) -> None:
-    """Leave an empty file where the launcher looks for it. The name of the file is the message."""
+    """Create an empty file where the launcher looks for it. The name of the file is the message."""
     directory = os.environ.get(PREEMPTION_DIR)
     if directory:
         with contextlib.suppress(OSError):  # the job may have ended

@@ -1,4 +1,4 @@
-"""Processes on this host: how many it has room for, and how to make sure that none of them survives the launcher."""
+"""Processes on this host: how many can run, and how to make sure that none of them outlives the launcher."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 def below(pids: Iterable[int]) -> set[int]:
     """Return the processes among `pids` that are alive.
 
-    On Linux, also leave out processes that are not descendants of this one.
+    On Linux, processes that are not descendants of this one are omitted too.
     """
     if sys.platform == "linux":
         return set(pids) & set(descendants())
@@ -63,7 +63,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def reap_orphans(spared: Collection[int]) -> None:
-    """Reap adopted processes that have ended, so that a job does not run into the limit on processes.
+    """Reap adopted processes that have ended, so that a job does not exceed the limit on the number of processes.
 
     Processes in `spared` are left to the code that waits for them.
     """
@@ -77,7 +77,7 @@ def reap_orphans(spared: Collection[int]) -> None:
 
 
 def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> None:
-    """Kill all processes of a job that are left after its workers were asked to end.
+    """Kill all processes of a job that are still running after its workers were asked to end.
 
     Args:
         groups: the workers' process groups, for systems where orphans cannot be adopted.

@@ -105,7 +105,7 @@ class Connection:
         connection.settimeout(TIMEOUT_SECONDS)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one message. If the connection is closed, `receive` reports it."""
+        """Send one message. If the connection is closed, the next `receive` reports it."""
         self._send(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
     def flush(self) -> bool:
@@ -114,7 +114,7 @@ class Connection:
         return len(self._unsent) > _LONGEST_NBYTES
 
     def challenge(self) -> None:
-        """Ask the peer to prove that it has the token."""
+        """Ask the peer to prove that it knows the job's token."""
         self._challenge = secrets.token_hex(_PROOF_NBYTES // 2).encode()
         self._send(self._challenge)
 

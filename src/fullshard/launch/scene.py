@@ -57,7 +57,7 @@ class Scene:
         self._stacks: dict[int, str] = {}
 
     def look(self, processes: Mapping[int, Any], *, is_over: bool) -> None:
-        """Record the state of processes that are about to be ended. Each has a `pid` and a `poll()` method.
+        """Record the state of processes that are about to be ended. Each of them has a `pid` and a `poll()` method.
 
         `is_over` means that the job has failed.
         """

@@ -89,7 +89,7 @@ class StepTime:
         tokens: number of tokens on all ranks.
         model_flops: FLOP of the complete step over all ranks, without recomputation and without the masked part of
             attention.
-        masked_flops: FLOP that the mask leaves out.
+        masked_flops: FLOP of the masked part of attention.
         peak_flops: peak FLOP/s of all devices together.
     """
 
@@ -228,7 +228,7 @@ class _Clock:
         self.cast += slowed
 
     def _slowed(self, seconds: float) -> float:
-        """Return the seconds of a computation. It runs more slowly while a wire is busy."""
+        """Return the seconds that a computation takes, which are more while a wire is busy."""
         busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
         return seconds + busy * CONTENTION
 

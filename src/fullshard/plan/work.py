@@ -109,7 +109,7 @@ class UnitWork:
 
 
 def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
-    """Return the work of each unit by name."""
+    """Return the work of each unit, keyed by the unit's name."""
     model, job, device = setting.model, setting.job, setting.device
     speed, part = device.peak(job.compute_dtype) * device.efficiency, _RECOMPUTED[job.checkpointing]
     of_block = {
@@ -171,7 +171,7 @@ def step_flops(model: ModelShape, job: Job) -> float:
 
 
 def masked_flops(model: ModelShape, job: Job) -> float:
-    """Return the part of attention that `step_flops` leaves out because it is masked."""
+    """Return the FLOP of attention that `step_flops` does not count because they are masked."""
     size = job.tokens, job.seq_len
     masked = sum(attention_flops(b, *size, whole=True) - attention_flops(b, *size) for b in model.blocks)
     return 3 * masked * job.accumulation
@@ -192,7 +192,7 @@ def backward_factor(unit: UnitShape) -> float:
 def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
     """Return the seconds of attention that selective checkpointing recomputes.
 
-    It only keeps attention's output if a single kernel computes it.
+    Selective checkpointing only keeps attention's output if a single kernel computes it.
     """
     if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
         return 0.0
@@ -211,13 +211,13 @@ def _cast_seconds(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]
 
 
 def step_decoding_seconds(setting: PlanSetting, events: Iterable[Event]) -> float:
-    """Return the seconds in which the units of these events are decoded."""
+    """Return the seconds that it takes to decode the units of these events."""
     each = {unit.name: _decoding_seconds(setting, unit) for unit in setting.layout.units}
     return sum(each[event.unit] for event in events if event.kind is EventKind.UNSHARD_READY)
 
 
 def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
-    """Return the seconds in which a unit's codes are decoded.
+    """Return the seconds that it takes to decode a unit's codes.
 
     Codes are read and values are written; some forms also need a float32 intermediate.
     """
@@ -232,7 +232,7 @@ def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
 def last_product(unit: UnitShape, job: Job) -> float:
     """Return the fraction of a layer's products that recomputation skips.
 
-    It skips the last product unless something reads the result. Dropout, later norms and the weights of experts do.
+    The last product is skipped unless dropout, a later norm or the weights of experts need its result.
     """
     block = unit.block
     matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
@@ -271,7 +271,7 @@ def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
-    """Return the seconds of the owners' computation and of the exchanges.
+    """Return the seconds that the owners' computation and the exchanges take.
 
     The owners compute while the next pieces arrive and the last ones are sent back.
     """
