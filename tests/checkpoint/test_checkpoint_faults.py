@@ -168,7 +168,7 @@ def _check(root: Path, messages: list[list[str]], *parts: str) -> None:
 @pytest.mark.parametrize("how", ["waited", "background"])
 def test_disk_full(disk: Path, how: str) -> None:
     """Said before a byte is written."""
-    _check(disk, run_ranks(_fails, 2, str(disk), how, 2000, "full"), "needs 15.29 MiB", "are free")
+    _check(disk, run_ranks(_fails, 2, str(disk), how, 2000, "full"), "needs 15.29 MiB", "is free")
 
 
 def _fills_up(root: str, how: str) -> list[str]:

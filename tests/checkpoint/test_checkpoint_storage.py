@@ -129,7 +129,7 @@ def test_the_writer_wants_what_was_announced(tmp_path: Path) -> None:
     with TensorFileWriter(tmp_path / "f", [entry], {}) as writer:
         with pytest.raises(CheckpointError, match="1 tensors were not written"):
             writer.finish()
-        with pytest.raises(CheckpointError, match="expected 'a' of 12"):
+        with pytest.raises(CheckpointError, match="expected 'a' with 12"):
             writer.write("a", np.zeros(11, dtype=np.uint8))
 
 

@@ -47,7 +47,7 @@ def test_memory_in_one_process() -> None:
     extra, state = loaded(latest_checkpoint(root))
     assert extra == {"step": 2}
     assert same(state, state_of(model, optimizer))
-    with pytest.raises(CheckpointError, match="step-2 exists already"):
+    with pytest.raises(CheckpointError, match="step-2 already exists"):
         save_checkpoint(saved, model=model)
     assert save_checkpoint(saved, model=model, overwrite=True) == saved
     assert not set(names[1:]) & set(saved.beneath())  # both were whole until the manifest was replaced

@@ -83,7 +83,7 @@ def test_a_lease_in_an_object_store_lasts_as_long_as_it_is_renewed(
     path.write_bytes(json.dumps(theirs).encode())
     read = leases._read
     monkeypatch.setattr(leases, "_read", lambda found: read(found) | {"renewed": time.time()})  # by that job
-    with pytest.raises(ConfigError, match=r"process 1 on node7 has it since 500 s\nhint"), lease(folder):
+    with pytest.raises(ConfigError, match=r"process 1 on node7 reserved it 500 s ago\nhint"), lease(folder):
         pass
     assert [*folder.beneath()] == [path.name]
 

@@ -322,7 +322,7 @@ def test_export_is_what_from_pretrained_reads(tmp_path: Path) -> None:
 
     _llama(tmp_path / "base")
     run_ranks(_sharded_llama, 2, str(tmp_path / "base"), str(tmp_path / "step-1"))
-    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+    with pytest.raises(CheckpointError, match=r"does not hold a config\.json"):
         _run("export", tmp_path / "step-1", tmp_path / "hf")
     options = ("--config-from", tmp_path / "base", "--max-shard-size", "20KB")
     assert "tokenizer.json" in _run("export", tmp_path / "step-1", tmp_path / "hf", *options).stdout

@@ -62,7 +62,7 @@ def test_a_long_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**40)  # takes no room
     for long in (path, Path("/dev/zero")):
-        with pytest.raises(ConfigError, match=f"{long} has more than {MAX_NBYTES} bytes"):
+        with pytest.raises(ConfigError, match=f"{long} is larger than {MAX_NBYTES} bytes"):
             read_document(long)
 
 

@@ -138,7 +138,7 @@ def test_completions_of_a_number_that_does_not_divide(place: Path, tmp_path: Pat
 
 def test_an_adapter_added_after_sharding_is_refused(place: Path, tmp_path: Path) -> None:
     """SDPO's teacher is a second adapter, which it adds once the model is sharded."""
-    with pytest.raises(RuntimeError, match="add_adapter on a sharded PeftModelForCausalLM"):
+    with pytest.raises(RuntimeError, match="add_adapter cannot be called on a sharded PeftModelForCausalLM"):
         run_ranks(run, 2, str(place), "SDPO", True, False, str(tmp_path), {})
 
 

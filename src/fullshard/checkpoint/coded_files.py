@@ -131,7 +131,7 @@ def keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str 
         )  # fmt: skip
     if lost:
         logger.warning(
-            "%s: %s parameters are codes in the files, in blocks that no form at rest has: their values are read",
+            "%s: the files hold %s parameters as codes in blocks that no form supports, so their values are read",
             title, format_count(lost),
         )  # fmt: skip
 

@@ -247,7 +247,7 @@ class PretrainedWeights:
         problems += [f"{name} is not in the files" for name in sorted(missing)]
         if problems:
             raise CheckpointError(
-                f"{self.directory} does not fit {type(self._base).__name__}:\n" + "\n".join(problems),
+                f"the weights in {self.directory} do not match {type(self._base).__name__}:\n" + "\n".join(problems),
                 hint=(
                     "load the class that was saved, or pass ignore_missing=True or ignore_mismatched_sizes=True to "
                     "initialise these weights"

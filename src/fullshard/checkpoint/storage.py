@@ -109,8 +109,8 @@ def require_room(directory: Path, nbytes: int) -> None:
     usage = shutil.disk_usage(directory)
     if usage.total and usage.free < nbytes:
         raise CheckpointError(
-            f"{directory.parent} does not have enough room: the checkpoint needs {format_nbytes(nbytes)}, but "
-            f"{format_nbytes(usage.free)} are free",
+            f"{directory.parent} does not have enough space: the checkpoint needs {format_nbytes(nbytes)}, but "
+            f"only {format_nbytes(usage.free)} is free",
             hint="remove old checkpoints (total_limit does this after each save), or save elsewhere",
         )
 

@@ -43,7 +43,7 @@ _STAGING_NBYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
-    """A tensor that can be read by intervals. It is stored in a file or computed from stored tensors.
+    """A tensor that can be read one interval at a time, either stored in a file or computed from stored tensors.
 
     `where` describes its location for messages. `read` fills a tensor with an interval of the flattened full tensor and
     casts it. `coded` holds the codes and scales of a quantised tensor, or is None.

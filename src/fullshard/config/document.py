@@ -32,8 +32,8 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
             data = file.read(MAX_NBYTES + 1)
         if len(data) > MAX_NBYTES:
             raise ConfigError(
-                f"{path} has more than {MAX_NBYTES} bytes",
-                hint="check the path; a configuration has only a few lines of text",
+                f"{path} is larger than {MAX_NBYTES} bytes",
+                hint="check the path; a configuration file is normally only a few lines long",
             )
         text = data.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except FileNotFoundError:

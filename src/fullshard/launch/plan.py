@@ -40,7 +40,7 @@ class LaunchPlan:
 
     @property
     def launch(self) -> LaunchConfig:
-        """The settings of processes, hosts, rendezvous and logs."""
+        """The settings for processes, hosts, rendezvous and logs."""
         return self.resolved.config.launch
 
     @property

@@ -86,7 +86,7 @@ class MultiHostRendezvous(OneHostRendezvous):
         return _information(start, store or reach_store(start.address, start.port))
 
     def shutdown(self) -> bool:
-        """Leave the job. The server keeps running until the other hosts have left too, or some seconds have passed."""
+        """Leave the job. The server keeps running until the other hosts have left or a few seconds have passed."""
         self.client.close()
         if self._server is not None:
             self._server.close()

@@ -158,7 +158,7 @@ def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
-    """Return the model's tokenizer with the tokens of the chat format, and whether this added tokens."""
+    """Return the model's tokenizer, extended with the chat format's tokens, and whether any had to be added."""
     name = arguments.model.model_name_or_path
     hint = "use a Hugging Face directory or a hub name as --model_name_or_path"
     with own_errors(f"cannot read the tokenizer of {name!r}", hint=hint):

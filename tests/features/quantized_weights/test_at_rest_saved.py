@@ -149,7 +149,7 @@ def load_stacked(path: Path) -> None:
     for other in (coded_model, numbers):
         load_checkpoint(path, model=other)
         assert torch.equal(other.up.full_tensor(), expected.up.full_tensor())
-    with pytest.raises(CheckpointError, match="'up' is stored as nf4, saved as nf4-double, transposed"):
+    with pytest.raises(CheckpointError, match="'up' is stored as nf4, but was saved as nf4-double, transposed"):
         load_checkpoint(path, model=turned(1, form="nf4", is_transposed=False))
 
 

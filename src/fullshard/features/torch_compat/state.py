@@ -1,8 +1,8 @@
-"""The parts of torch's private `fully_shard` state that other code reads, provided for a unit.
+"""The parts of torch's private `fully_shard` state that other code uses, implemented for a unit.
 
-Pipeline stages use it to reduce gradients. Scripts read names or whether parameters are unsharded, or set whether a
-module is freed after forward. The tables list the members that public code uses, and each of them has the same effect
-on the unit as with torch's engine. All other members raise an error.
+Pipeline stages use it to reduce gradients. Scripts read names, check whether parameters are unsharded, or set whether a
+module is freed after forward. The tables list the members that public code uses. Each of them has the same effect on
+the unit as with torch's engine. All other members raise an error.
 """
 
 from __future__ import annotations
