@@ -415,7 +415,7 @@ def check_taken_early() -> None:
         layer.to_empty(device="cpu")
     torch_private.gradient_hooks(layer.bias).clear()  # type: ignore[union-attr]
     layer.to_empty(device="cpu")
-    with pytest.raises(OptimizerError, match="holds weight from before"):
+    with pytest.raises(OptimizerError, match="refers to weight as it was before"):
         before.step()
     hooked: Any = nn.Linear(WIDTH, 3)
     hooked.weight.register_hook(lambda grad: None)
