@@ -1,4 +1,4 @@
-"""Features outside the kernel, one module or folder each. Importing this package registers them.
+"""The features outside the kernel. Each is one module or folder, and importing this package registers all of them.
 
 The kernel calls them in the order of registration. This package also exports the public names of the engine.
 """
@@ -85,7 +85,7 @@ KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Compose
 
 
 class ShardedModule(AccumulationMethods, ConsistencyMethods, ConversionMethods, NonFiniteMethods, TorchMethods):
-    """Mixin for the class of every sharded module. It provides torch's methods and those of the features."""
+    """Mixin with the public methods of every sharded module: those of torch's `fully_shard` and of the features."""
 
 
 FSDPModule = ShardedModule

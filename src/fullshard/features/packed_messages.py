@@ -1,12 +1,12 @@
-"""Collectives that send rounded values in fewer bytes. They are used only on request.
+"""Collectives that round values and send them in fewer bytes. They are used only if the user asks for them.
 
 | packing | bytes per element | largest error of an element |
 |---|---|---|
 | bfloat16 | 2 | 2^-8 of its value |
 | int8 | 1 + 4/256 | 1/254 of the largest magnitude in its block of 256 |
 
-The receiver sums in the usual dtype of gradients, so rounding errors do not accumulate over the terms of a sum. If a
-block contains a non-finite element, no element of it arrives finite, so an overflow is still detected.
+The receiver adds up the values in the usual dtype of gradients, so each value is rounded only once, when it is packed.
+If one element of a block is not finite, the complete block arrives non-finite, so an overflow is still detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class _Packed(Packing):
-    """Collectives of packed messages, independent of the packing."""
+    """Base class of packings. It runs the collectives; subclasses pack and unpack the messages."""
 
     def gather(self, collectives: Collectives, full: torch.Tensor, main: torch.Tensor, *, tag: int) -> Work:
         rank, size = collectives.rank, collectives.size
@@ -36,7 +36,7 @@ class _Packed(Packing):
         arriving = [collectives.all_gather(messages, tag=tag)]
 
         def wait() -> torch.Tensor:
-            """Wait for the messages and unpack all of them on the first call."""
+            """Wait for the messages, and unpack all of them on the first call."""
             while arriving:
                 messages = arriving.pop().wait()
                 for source in range(size):
@@ -56,7 +56,7 @@ class _Packed(Packing):
         exchange = collectives.exchange(leaving, torch.empty_like(leaving), Parts(sizes, sizes), tag=how.tag)
 
         def wait() -> torch.Tensor:
-            """Wait for the messages, unpack them, and sum them with this rank's part in rank order."""
+            """Wait for the messages, unpack them, and add them and this rank's own part in rank order."""
             arriving = exchange.wait()
             total, term = torch.zeros_like(own), torch.empty_like(own)
             for source in range(size):
@@ -72,7 +72,7 @@ class _Packed(Packing):
 
 
 class _Bfloat16(_Packed):
-    """Pack the upper half of each float32, rounded."""
+    """Pack each float32 value as bfloat16, its upper 16 bits after rounding."""
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 2)
@@ -87,13 +87,13 @@ class _Bfloat16(_Packed):
 
 
 class _Int8Blocks(_Packed):
-    """Pack each block as integers from -127 to 127 with a float32 scale. All integers precede all scales."""
+    """Pack each block as integers from -127 to 127 and a float32 scale. All integers come before all scales."""
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 1)
 
     def _chunks(self, message: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield (slice of elements, integers, scales) for groups of blocks; shapes (blocks, n) and (blocks, 1)."""
+        """Yield (slice of elements, integers, scales) for each group of blocks; shapes (blocks, n) and (blocks, 1)."""
         multiples = message[:numel].view(torch.int8)
         start = round_up(numel, 16)
         scales = message[start : start + 4 * -(-numel // BLOCK_NUMEL)].view(torch.float32).unsqueeze(1)

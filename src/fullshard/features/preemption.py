@@ -1,4 +1,4 @@
-"""One rank requests a stop, and all ranks agree at the end of the same backward (`core.stopping`)."""
+"""Let any rank request a stop, so that all ranks stop together after the same backward (`core.stopping`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fullshard.engine.extension import Extension
 
 
 class StopTogether(Extension):
-    """Share requests to stop in the message that ends a backward."""
+    """Share each rank's request to stop in the message that ranks exchange at the end of a backward."""
 
     def message(self) -> bytes:
         """Return one byte, which is 1 if this rank requests a stop."""
         return bytes([STOPPING.is_wanted])
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Agree to stop if any rank requests it.
+        """Record the agreement to stop if any rank has requested a stop.
 
-        With tensor parallelism this is a collective along its axes, too.
+        With tensor parallelism, this is also a collective along its axes.
         """
         is_wanted = bool(largest[0])
         for outer in self.model.outer_groups() if STOPPING.is_listened_to else ():

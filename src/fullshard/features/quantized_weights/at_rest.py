@@ -1,12 +1,12 @@
-"""Keep weights as codes and scales at rest and on the wire, and as plain values while their unit is unsharded.
+"""Store and send weights as codes and scales, and decode them to plain values while their unit is unsharded.
 
     main        this rank's bytes, part by part: codes, scales, scales of scales
-    message     the all-gathered bytes of all ranks; freed as soon as they are decoded
+    message     the bytes gathered from all ranks; freed as soon as they are decoded
     full        the values in the compute dtype, as in any other bucket
 
 All marked weights of a unit that have the same form and compute dtype share one bucket, so a unit sends codes and
-scales in one message. The bucket is split only between atoms of the form. Every block therefore stays intact, and the
-decoded values are the same for any number of ranks.
+scales in one message. A bucket is split between ranks only at atom boundaries of the form. Every block therefore stays
+intact, and the decoded values are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _PIECE_NUMEL = 2**22
 
 @runtime_checkable
 class CodedValues(Values, Protocol):
-    """A source of values that can also supply some of them as codes."""
+    """A source of values that can also supply codes for some of its weights."""
 
     def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Fill `parts`, keyed by name, for the elements in `interval`; return False if the source has no codes.
+        """Read the codes and scales of the elements in `interval` into `parts`, whose keys are part names.
 
-        The interval begins between two atoms of the form and counts elements in block order. The tensors in `parts`
-        are on the device or in host memory.
+        The interval begins at an atom boundary of the form and counts elements in block order. The tensors in `parts`
+        are on the device or in host memory. Return False if the source has no codes for this weight.
         """
 
 
 class DecodedBuffer(FullBuffer):
-    """The memory that receives the decoded weights, and the message buffer that receives their codes first."""
+    """The memory for the decoded weights, and the message buffer in which their codes arrive."""
 
     def __init__(self, message: FullBuffer, full: torch.Tensor, ranks: int, how: Codec) -> None:
         self._message, self.full, self._ranks, self._codec = message, full, ranks, how
@@ -61,11 +61,11 @@ class DecodedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the values take, plus those of the message while it is in flight."""
+        """Return the bytes of memory for the values, plus those of the message while it is in flight."""
         return self._storage.nbytes() + self._message.nbytes
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Start the all-gather of the codes; waiting for the returned work decodes them."""
+        """Start the all-gather of the codes. Waiting for the returned work also decodes them."""
         return WorkOf(partial(self._decode, self._message.gather(main, tag=tag, is_unchanged=is_unchanged)))
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class CodedParameter(ShardedParameter):
 
 
 class CodedBucket(Bucket):
-    """A bucket of weights stored as codes; it takes the same arguments as `Bucket`."""
+    """A bucket of weights that are stored as codes. It takes the same arguments as `Bucket`."""
 
     buffer: DecodedBuffer
     parameter_type = CodedParameter
@@ -115,7 +115,7 @@ class CodedBucket(Bucket):
         return self.plan.form
 
     def make_buffer(self) -> FullBuffer:
-        """Allocate memory for the values and for the messages that carry their codes."""
+        """Allocate memory for the values and for the messages that contain their codes."""
         mesh, plan = self.mesh, self.plan
         message = mesh.gather.full_buffer(
             plan.main_numel * mesh.shard_size, torch.uint8, mesh.device, holds_main=not plan.main_is_on_host
@@ -124,18 +124,18 @@ class CodedBucket(Bucket):
         return DecodedBuffer(message, full, mesh.shard_size, codec(self._form.name))
 
     def weights(self, index: int) -> torch.Tensor:
-        """Return this rank's part of parameter `index` as a tensor that computes like its values."""
+        """Return this rank's part of parameter `index` as a tensor that torch can compute with as with plain values."""
         numel = self.layout.interval(index, self.mesh.shard_rank).numel
         like = torch.empty(numel, dtype=self.compute_dtype, device="meta")
         return CodedInterval(self._form, self._parts(index), like)
 
     def _parts(self, index: int) -> dict[str, torch.Tensor]:
-        """Return this rank's codes and scales of parameter `index` by name, as views of `main`."""
+        """Return the codes and scales of this rank's part of parameter `index`, by part name, as views of `main`."""
         own = self.slices[index]
         return cut(parts_in(self.main, self._form, self.layout.shard_numel), self._form, own.start, own.stop)
 
     def _fill(self, weights: Values | None) -> None:
-        """Read the codes of this rank's interval of each parameter, or encode its values."""
+        """Fill this rank's part of each parameter: read the codes if the source has them, or else encode the values."""
         for index, slot in enumerate(self.slots):
             parameter, device = slot.parameter, self.mesh.device
             source = weights if parameter.is_meta else None
@@ -151,7 +151,7 @@ class CodedBucket(Bucket):
             put_mark(slot.parameter, mark_of(parameter))
 
     def _encode(self, index: int, values: Callable[[Interval], torch.Tensor]) -> None:
-        """Encode this rank's interval of parameter `index` piece by piece; `values` returns each piece."""
+        """Encode this rank's interval of parameter `index` piece by piece. `values` returns any interval of it."""
         how, parts = codec(self._form.name), self._parts(index)
         interval, scales = self.layout.interval(index, self.mesh.shard_rank), [torch.empty(0, device=self.mesh.device)]
         for start in range(0, interval.numel, _PIECE_NUMEL):
@@ -171,7 +171,7 @@ class CodedBucket(Bucket):
             _copy(how.compress(own_scales, self._mean_of(own_scales, index)), list(parts.values())[1:])
 
     def _mean_of(self, scales: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the mean of all scales of parameter `index`, given this rank's scales. This is a collective."""
+        """Return the mean of the scales of parameter `index` over all ranks. All ranks must call this."""
         block, layout = self._form.block, self.layout
         placement = RaggedShard(layout.shard_numel // block, layout.offsets[index] // block)
         spec = ShardSpec(self.mesh, (-(-layout.specs[index].numel // block),), placement, Name())
@@ -214,7 +214,7 @@ def _read_by(source: Values, slot: Slot, device: torch.device) -> Callable[[Inte
 
 
 def _pieces_of(plain: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
-    """Return a function that returns an interval of a flattened tensor without copying all of the tensor."""
+    """Return a function that reads an interval of a flattened tensor without copying the complete tensor."""
     if plain.is_contiguous():
         return lambda wanted: plain.view(-1)[wanted.start : wanted.stop]
     matrix = math.prod(plain.shape[-2:])
@@ -228,9 +228,9 @@ def _pieces_of(plain: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
 
 
 class Transposed(ShardSpec):
-    """Mixed into the spec of a weight with blocks along its second-to-last dim; its elements are counted in that order.
+    """Mixin for the spec of a weight with blocks along its second-to-last dim, which counts elements in block order.
 
-    A chunk outside the mesh, if there is one, has complete matrices.
+    If tensor parallelism splits the weight, each rank has complete matrices.
     """
 
     is_row_by_row = False
@@ -246,7 +246,7 @@ class Transposed(ShardSpec):
         return isinstance(other, Transposed) and super().is_like(other)
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
-        """Return this spec unchanged, because no other shape has its elements in this order."""
+        """Return this spec unchanged, because a tensor of another shape does not have its elements in this order."""
         return self
 
     def boxes(self) -> Iterator[IntervalBox]:
@@ -262,12 +262,12 @@ class Transposed(ShardSpec):
         return super().to_sharded(whole).mT
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
-        """Undo `to_sharded`."""
+        """Return the tensor with its dims in their original order, which undoes `to_sharded`."""
         return super().to_whole(sharded.mT.contiguous())
 
 
 class Coded(ParameterKind):
-    """A marked weight, or the local part of a marked DTensor. Delegates to the kind it would have without the mark."""
+    """The kind of a marked weight, plain or a DTensor. It delegates to the kind that applies without the mark."""
 
     bucket_type = CodedBucket
     why_no_cast = "that are stored as codes"
@@ -277,12 +277,12 @@ class Coded(ParameterKind):
         return mark_of(tensor) is not None
 
     def form(self, parameter: torch.Tensor) -> str:
-        """Return the form named by the parameter's mark, or an empty string if it has none."""
+        """Return the name of the form in the parameter's mark, or an empty string if it is not marked."""
         mark = mark_of(parameter)
         return "" if mark is None else mark.form
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
-        """Copy the marks of modules to their parameters."""
+        """Copy the marks from the modules to their parameters."""
         stamp(model)
 
     def why_not(self, parameter: torch.Tensor) -> str:
@@ -290,7 +290,10 @@ class Coded(ParameterKind):
         return kind_of(parameter, beneath=self).why_not(parameter)
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Check that no marked parameter is trainable, and leave other checks to the underlying kinds."""
+        """Raise an error if a marked weight is trainable, or if tensor parallelism splits its blocks.
+
+        The underlying kinds make their own checks.
+        """
         trained = {id(slot.parameter) for slot in slots if slot.parameter.requires_grad}
         if trained:
             raise WrapError(
@@ -317,30 +320,30 @@ class Coded(ParameterKind):
         return "it is stored as codes, which are split between blocks"
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that this rank has to shard, with its dims in block order."""
+        """Return this rank's part of the parameter, which sharding splits further, with its dims in block order."""
         return _turned(parameter, kind_of(parameter, beneath=self).plain(parameter))
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        """Move a parameter to another device."""
+        """Return a copy of a parameter on another device, with the same mark."""
         return put_mark(super().moved(parameter, device), mark_of(parameter))
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter without memory, from which a unit on the meta device builds its buckets."""
+        """Return a parameter without memory, from which buckets are built for a unit on the meta device."""
         made = kind_of(parameter, beneath=self).outline(parameter, requires_grad=requires_grad)
         return put_mark(made, mark_of(parameter))
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Make a parameter use other memory."""
+        """Make a parameter use the memory of `plain`, which has its dims in block order."""
         kind_of(parameter, beneath=self).set_plain(parameter, _turned(parameter, plain))
 
     def like(self, parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that wraps `plain` and is of the same kind as `parameter`."""
+        """Return a tensor like `parameter`, for example a DTensor, that wraps `plain`."""
         return kind_of(parameter, beneath=self).like(parameter, _turned(parameter, plain))
 
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec of a parameter, without a name yet."""
+        """Return the spec of a parameter; its name is not set yet."""
         if not _is_turned(slot.parameter):
             return kind_of(slot.parameter, beneath=self).spec(slot, mesh, shape, placement, reduction)
         spec = kind_of(slot.parameter, beneath=self).spec(slot, mesh, slot.parameter.shape, placement, reduction)
@@ -349,7 +352,7 @@ class Coded(ParameterKind):
 
 
 def _has_matrices(parameter: torch.Tensor) -> bool:
-    """Return whether this rank has complete matrices."""
+    """Return whether this rank holds complete matrices, so that their dims can be swapped."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     are_kept = (type(p) is Replicate or (type(p) is Shard and p.dim < parameter.dim() - 2) for p in placements)
     return parameter.dim() > 1 and all(are_kept)
@@ -361,7 +364,7 @@ def _is_turned(parameter: torch.Tensor) -> bool:
 
 
 def _turned(parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Return `plain` with its last two dims swapped if the parameter's mark is transposed."""
+    """Return `plain`, with its last two dims swapped if the blocks of `parameter` run along the second-to-last dim."""
     return plain.mT if _is_turned(parameter) and plain.dim() > 1 else plain
 
 

@@ -1,6 +1,6 @@
-"""Encode values as codes and scales and decode them again, with bitsandbytes and torchao where possible.
+"""Encode values as codes and scales, and decode them, with bitsandbytes and torchao where possible.
 
-Blocks of a weight are independent, so a codec can process any interval that begins between two atoms. It works in
+Blocks of a weight are independent, so a codec can process any interval that begins at an atom boundary. It works in
 pieces because bitsandbytes on a CPU needs seven times the memory of its argument.
 """
 
@@ -23,20 +23,23 @@ _FP8_MAX = 448.0
 
 
 class Codec:
-    """Encode and decode values in one form. Parts are flat tensors in the order of `StoredForm.parts`."""
+    """Base class of codecs, which encode values in one form and decode them.
+
+    Parts are flat tensors in the order of `StoredForm.parts`.
+    """
 
     def __init__(self, form: StoredForm) -> None:
         self.form = form
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the encoded parts of floating-point `values` of shape (n,), on the same device."""
+        """Return the encoded parts of floating-point `values` of shape (n,), on the same device as the values."""
         if values.dtype is torch.float64:  # not supported by the libraries
             values = values.float()
         done = [self._encode(piece) for piece in values.split(_piece_numel(values))] or [self._encode(values)]
         return tuple(map(torch.cat, zip(*done, strict=True)))
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Decode the parts into `out`, which has shape (n,) and any floating-point dtype."""
+        """Decode `parts` into `out`, which has shape (n,) and any floating-point dtype."""
         step = _piece_numel(out)
         for start in range(0, out.numel(), step):
             piece = out[start : start + step]
@@ -78,13 +81,13 @@ class FourBits(Codec):
 class DoubleFourBits(FourBits):
     """The 4-bit codecs with 8-bit scales, compatible with bitsandbytes' `compress_statistics`.
 
-    The mean of the scales over the whole weight is subtracted before they are encoded. To encode only an interval,
-    take the scales of `plain`, and pass that mean to `compress`.
+    The mean of all scales of the weight is subtracted before they are encoded. To encode only an interval of the
+    weight, get its scales from the codec `plain`, and pass them to `compress` together with that mean.
     """
 
     @property
     def plain(self) -> Codec:
-        """Return the codec with the same codes but uncompressed scales."""
+        """Return the codec that makes the same codes but does not compress the scales."""
         return codec(self._type)
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -93,7 +96,7 @@ class DoubleFourBits(FourBits):
         return codes, *self.compress(scales, scales.mean())
 
     def compress(self, scales: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parts that encode the scales of `plain`; `offset` is their mean over the whole weight."""
+        """Return the encoded parts of scales from `plain`; `offset` is the mean of all scales of the weight."""
         per_group = self.form.parts[-1].elements // self.form.block
         codes, state = bitsandbytes().quantize_blockwise(scales - offset, blocksize=per_group)
         return codes, state.absmax, offset.expand_as(state.absmax)
@@ -120,10 +123,10 @@ class EightBits(Codec):
 
 
 class Mxfp4(Codec):
-    """The codec of 4-bit floats with a power-of-two scale per block; the low half of a byte comes first.
+    """The codec of 4-bit floats with a power-of-two scale per block. The lower half of a byte holds the first value.
 
-    torchao encodes the values. Its decoder needs a GPU, and the decoder in Transformers needs a complete layer of
-    gpt-oss, so this class decodes them and gets the same numbers.
+    torchao encodes the values. This class decodes them itself, because torchao's decoder needs a GPU, and the decoder
+    in Transformers needs a complete layer of gpt-oss. The decoded values are equal to theirs.
     """
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -144,7 +147,7 @@ class Mxfp4(Codec):
 
 
 class Fp8(Codec):
-    """The codec of 8-bit floats with one scale per block, as in Transformers' `Fp8Quantize` for one-row blocks."""
+    """The codec of 8-bit floats with one scale per block, as in Transformers' `Fp8Quantize` with blocks of one row."""
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         blocks = torch.nn.functional.pad(values.float(), (0, -len(values) % self.form.block)).view(-1, self.form.block)
@@ -171,7 +174,7 @@ _CODECS: dict[str, type[Codec]] = {
 
 @cache
 def codec(name: str) -> Codec:
-    """Return the codec of a form.
+    """Return the codec of the form with this name.
 
     Raises:
         ConfigError: The form does not exist.
@@ -180,7 +183,7 @@ def codec(name: str) -> Codec:
 
 
 def codec_of(form: StoredForm) -> Codec:
-    """Return the codec of a form with a name from `FORMS`; its block size may differ."""
+    """Return the codec of a form. Its name is one of `FORMS`, but its block size may be different."""
     return _CODECS[form.name](form)
 
 
@@ -195,20 +198,20 @@ def bitsandbytes() -> Any:
 
 @cache
 def _table(device: torch.device) -> torch.Tensor:
-    """Return the unscaled value of each 8-bit code."""
+    """Return the table of values, before scaling, that the 8-bit codes stand for."""
     table: torch.Tensor = bitsandbytes().create_dynamic_map()
     return table.to(device)
 
 
 @cache
 def _fp4_pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the two values that each byte encodes, in a tensor of shape (256, 2)."""
+    """Return the two FP4 values in each possible byte, as a tensor of shape (256, 2)."""
     values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], dtype=dtype, device=device)
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    """Fill `out` with the values times the scales of their blocks; the last block may be shorter."""
+    """Fill `out` with the values, each multiplied by the scale of its block. The last block may be shorter."""
     whole = len(out) // block * block
     blocks = values[:whole].view(-1, block), scales[: whole // block, None]
     torch.mul(*blocks, out=out[:whole].view(-1, block))
@@ -219,7 +222,7 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block
 def _into(
     out: torch.Tensor, function: Callable[..., torch.Tensor], codes: torch.Tensor, scales: torch.Tensor, kind: Any
 ) -> None:
-    """Decode into `out` with a bitsandbytes function, without a copy if the device and dtype allow it."""
+    """Decode into `out` with a bitsandbytes function, without an extra copy if the device and dtype allow this."""
     dtype = out.dtype if out.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
     state = bitsandbytes().QuantState(scales, dtype=dtype, **kind)
     if dtype == out.dtype and out.device.type in ("cuda", "xpu"):

@@ -1,4 +1,4 @@
-"""A rank's interval of a weight stored as codes and scales; torch computes with it as with the values."""
+"""A rank's interval of a weight stored as codes and scales. In torch operations it acts as a tensor of the values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fullshard.features.quantized_weights.codecs import codec
 
 
 class CodedInterval(CodedPart):
-    """A read-only tensor backed by codes and scales. Copying its own values into it has no effect."""
+    """A read-only tensor of values that are stored as codes. Copying the same values into it does nothing."""
 
     def __new__(cls, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> Any:
-        """Create the tensor without storage; `like` provides the shape and dtype."""
+        """Create the tensor without memory of its own, with the shape and dtype of `like`."""
         return torch_private.wrapper(cls, like, next(iter(parts.values())).device)
 
     def __init__(self, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ class CodedInterval(CodedPart):
         return values
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the decoded values."""
+        """Pickle the tensor as a plain tensor of the decoded values."""
         return self.decoded().clone().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -46,7 +46,7 @@ class CodedInterval(CodedPart):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a torch kernel on the decoded values."""
+        """Run a torch operation on the decoded values. Raise `LifecycleError` if it would change them."""
         first = args[0] if args else None
         if isinstance(first, cls) and func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return first._again()
@@ -63,7 +63,7 @@ class CodedInterval(CodedPart):
         return map_tensors(_Seen, result) if torch_private.is_view(func) else result
 
     def _stands_for(self, values: torch.Tensor) -> bool:
-        """Return whether the interval decodes to these values."""
+        """Return whether `values` are equal to the decoded values."""
         own = self.decoded()
         return values.shape == own.shape and torch.equal(own, _plain(values).to(own.device, own.dtype))
 
@@ -72,17 +72,17 @@ class CodedInterval(CodedPart):
 
 
 class _Seen(CodedInterval):
-    """The decoded values of a view of a weight; they are read-only."""
+    """A read-only tensor that torch returns as a view of a weight stored as codes. It holds the decoded values."""
 
     def __new__(cls, values: torch.Tensor) -> Any:
-        """Wrap the values."""
+        """Create the tensor with the shape, dtype and device of `values`."""
         return torch_private.wrapper(cls, values, values.device)
 
     def __init__(self, values: torch.Tensor) -> None:
         self._seen = values
 
     def decoded(self) -> torch.Tensor:
-        """Return the wrapped values."""
+        """Return the values."""
         return self._seen
 
     def _again(self) -> _Seen:
@@ -94,7 +94,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_in(stored: torch.Tensor, form: StoredForm, numel: int) -> dict[str, torch.Tensor]:
-    """Return the parts of `numel` elements by name, as views of the stored bytes."""
+    """Return the parts of a weight with `numel` elements, by part name, as views of its stored bytes."""
     parts, start = {}, 0
     for part in form.parts:
         dtype = torch_dtype(part.dtype)
@@ -105,5 +105,5 @@ def parts_in(stored: torch.Tensor, form: StoredForm, numel: int) -> dict[str, to
 
 
 def cut(parts: Mapping[str, torch.Tensor], form: StoredForm, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Return the parts of the elements from `start` to `stop`; `start` must be between two atoms."""
+    """Return the parts of the elements from `start` to `stop`. `start` must be at an atom boundary."""
     return {part.name: parts[part.name][part.numel(start) : part.numel(stop)] for part in form.parts}

@@ -1,4 +1,4 @@
-"""Marks on modules that name the weights to quantise at rest, and their forms, until the model is sharded."""
+"""Marks on a module that record which of its weights to quantise when the model is sharded, and in which form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "_fullshard_form"
 class Mark:
     """The form in which one weight is stored at rest.
 
-    `is_transposed`: the blocks run along the second-to-last dim, as in the experts of gpt-oss.
+    `is_transposed` means that blocks run along the second-to-last dim, as in the experts of gpt-oss.
     """
 
     form: str
@@ -24,24 +24,24 @@ class Mark:
 
 
 def mark_of(parameter: torch.Tensor) -> Mark | None:
-    """Return the mark that `stamp` has put on a parameter, or None if it will not be quantised."""
+    """Return the mark that `stamp` has copied to a parameter, or None if the parameter will not be quantised."""
     return getattr(parameter, _MARK, None)
 
 
 def form_at(module: nn.Module, attribute: str) -> str:
-    """Return the form that a module's parameter is marked with, or an empty string if it has no mark."""
+    """Return the form that is marked for a module's parameter, or an empty string if it has no mark."""
     mark: Mark | None = vars(module).get(MARKS, {}).get(attribute)
     return "" if mark is None else mark.form
 
 
 def put_mark(parameter: nn.Parameter, mark: Mark | None) -> nn.Parameter:
-    """Put a mark on a parameter, and return it."""
+    """Attach a mark to a parameter, and return the parameter."""
     setattr(parameter, _MARK, mark)
     return parameter
 
 
 def stamp(model: nn.Module) -> None:
-    """Copy each module's marks to its parameters, because later steps use the parameters without their modules."""
+    """Copy marks from modules to parameters, because later steps see the parameters without their modules."""
     for module in model.modules():
         for attribute, one in vars(module).get(MARKS, {}).items():
             if (parameter := module._parameters.get(attribute)) is not None:

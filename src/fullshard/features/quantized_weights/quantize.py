@@ -1,4 +1,4 @@
-"""Quantise the large frozen weights of a model at rest."""
+"""Quantise the large frozen weights of a model, so that ranks store them as codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
-    """Mark a module's parameter for quantisation at sharding. An existing mark of the same form stays.
+    """Mark a module's parameter to be quantised at sharding. If it already has a mark of this form, that mark stays.
 
     Raises:
         ConfigError: The form does not exist, or the parameter is already marked with another form.
@@ -37,12 +37,12 @@ def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
 
 @dataclass(slots=True)
 class Quantized:
-    """The weights that `quantize` has marked and skipped; `str()` returns a one-line summary.
+    """The weights that `quantize` has marked or skipped. `str()` returns a one-line summary.
 
     Attributes:
         form: name of the form.
-        marked: number of elements of the marked weights, by type of layer.
-        left: number of elements of the skipped weights, by reason.
+        marked: number of elements in the marked weights, by type of layer.
+        left: number of elements in the skipped weights, by reason.
     """
 
     form: str
@@ -82,10 +82,10 @@ def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -
 def mark_large(
     model: nn.Module, form: str, *, embeddings: bool = False, left: tuple[str, ...] = (), freezes: bool = False
 ) -> Quantized:
-    """Mark the large weights of a model as `quantize` does, but accept a model without any.
+    """Mark the large weights of a model as `quantize` does, but do not raise an error if there are none.
 
-    Skip modules if their names end with an item of `left`. If `freezes`, freeze the weights that are marked; otherwise,
-    skip weights that are trained.
+    Skip modules with names that end with a string in `left`. If `freezes` is set, freeze the marked weights; otherwise,
+    skip trainable weights.
     """
     found, seen = Quantized(form_of(form).name), set[int]()
     options: Any = {"embeddings": embeddings, "left": left, "freezes": freezes}
@@ -104,7 +104,7 @@ def mark_large(
 def weights(
     model: nn.Module, *, embeddings: bool = False, left: tuple[str, ...] = (), freezes: bool = False
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter, str, str]]:
-    """Yield each parameter with its module, attribute, layer type and reason to skip it (empty if marked)."""
+    """Yield (module, attribute, parameter, layer type, reason to skip it); the reason is empty for weights to mark."""
     of_head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     tables = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters(recurse=False)}
     tables |= set() if of_head is None else set(map(id, of_head.parameters()))
@@ -124,7 +124,7 @@ def weights(
 
 
 def _what(path: str, module: nn.Module, attribute: str, parameter: nn.Parameter) -> str:
-    """Return the type of a weight: one of `_LARGE`, or the reason or name under which it is skipped."""
+    """Return the layer type of a weight. If the type is not in `_LARGE`, it is the reason to skip the weight."""
     kind, name, shape = type(module).__name__, f"{path}.{attribute}", tuple(parameter.shape)
     if (
         is_exact(parameter)

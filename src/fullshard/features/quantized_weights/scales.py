@@ -1,17 +1,17 @@
-"""Make the scales of quantised weights parameters, so that they are sharded with the weights.
+"""Turn the scales of quantised weights into parameters, so that they are sharded like the weights.
 
-A weight quantised by bitsandbytes keeps its scales as plain tensors in a Python attribute, which the module tree does
-not show. A sharding engine that looks only at parameters leaves a full copy of them on every rank (1 GiB for a 4-bit
-70B model). Here each scale tensor becomes a frozen parameter next to its weight. It has the name that bitsandbytes uses
-in state dicts, and it is the same object that the kernels read, so no other code has to change.
+A weight quantised by bitsandbytes keeps its scales as plain tensors in a Python attribute, outside the module tree. A
+sharding engine that looks only at parameters leaves a full copy of them on every rank (1 GiB for a 4-bit 70B model).
+Here each scale tensor becomes a frozen parameter of the same module as its weight. It has the name that bitsandbytes
+uses in state dicts. Kernels read this same object, so no other code has to change.
 
 | layer | weight | scales that become parameters |
 |---|---|---|
 | `Linear4bit`, `Embedding4bit` | packed values, any `quant_storage` | `weight.absmax`, `weight.nested_absmax` |
 | `Linear8bitLt`, `Embedding8bit` | int8 | `SCB` |
 
-Only tensors that do not grow with the layer stay on every rank: the code books and, with double quantisation, one
-offset, which becomes a buffer so that checkpoints include it. Kernels read them by address, so they must be on the
+Only tensors whose size does not depend on the layer stay on every rank: the code books and, with double quantisation,
+one offset, which becomes a buffer so that checkpoints include it. Kernels read them by address, so they must be on the
 device of the weight. Weights and scales are *exact*: their bytes are gathered unchanged under any precision policy.
 """
 
@@ -42,12 +42,12 @@ def is_exact(tensor: torch.Tensor) -> bool:
 
 
 def aliases(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the other tensors that kernels read instead of the parameter and that must share its memory."""
+    """Return other tensors that kernels read in place of the parameter, and that must use the same memory."""
     return getattr(parameter, _ALIASES, ())
 
 
 def expose_scales(model: nn.Module) -> None:
-    """Turn the scales of all quantised weights in `model` into frozen parameters, in place. Idempotent."""
+    """Turn the scales of all quantised weights in `model` into frozen parameters, in place, unless they are already."""
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:
@@ -65,7 +65,7 @@ def expose_scales(model: nn.Module) -> None:
 
 
 def place_tables(module: nn.Module, device: torch.device) -> None:
-    """Move the tensors that stay on every rank to the compute device, unless they are already there."""
+    """Move the code books and the offset, which are not sharded, to the compute device if they are elsewhere."""
     weight: Any = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
     if state is None or not is_exact(weight) or state.code.is_meta:
@@ -79,7 +79,7 @@ def place_tables(module: nn.Module, device: torch.device) -> None:
 
 
 def _keep_in_place(module: nn.Module, weight: Any) -> None:
-    """Prevent the layer from computing with a copy of its parameter, or losing state."""
+    """Keep bitsandbytes from copying or replacing the layer's weight, and make its offset a buffer."""
     if not is_exact(weight):
         return
     # With DoRA on a CPU, PEFT "moves" the weight to its own device in every forward, and bitsandbytes would copy it.
@@ -99,7 +99,7 @@ def _keep_in_place(module: nn.Module, weight: Any) -> None:
 
 
 def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Return `weight.to(...)`, or the weight itself if nothing would change, as other tensors do."""
+    """Return `weight.to(...)`, or the weight itself if its device and dtype would stay the same."""
     device, dtype, *_ = torch_private.parse_to(*args, **options)
     if device in (None, weight.device) and dtype in (None, weight.dtype):
         return weight  # type: ignore[no-any-return]
@@ -107,7 +107,7 @@ def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
 
 
 def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tuple[str, Any, str]]:
-    """Yield `(name, holder, attribute)` of each scale tensor of `module`."""
+    """Yield `(parameter name, object, attribute)` for each scale tensor of `module`, which the object stores."""
     if hasattr(weight, "quant_state"):  # 4 bits
         state = weight.quant_state or getattr(module, "quant_state", None)
         if state is None:
@@ -139,7 +139,7 @@ def _not_quantised(path: str, module: nn.Module) -> WrapError:
 
 
 def outline(model: nn.Module) -> None:
-    """Give each weight on the meta device that will be quantised its later shape and scales.
+    """Give each weight on the meta device that bitsandbytes will quantise the shape and scales it will have then.
 
     `expose_scales` can then find the scales, and a model can be partitioned before any of its weights is read.
     """
@@ -159,14 +159,14 @@ def outline(model: nn.Module) -> None:
 
 
 def is_to_be_quantised(weight: Any) -> bool:
-    """Return whether the weight belongs to bitsandbytes and still has its unquantised values."""
+    """Return whether bitsandbytes will quantise this weight, but has not done so yet."""
     if hasattr(weight, "quant_state"):
         return not weight.bnb_quantized
     return hasattr(weight, "SCB") and not weight.has_fp16_weights and weight.SCB is None and weight.CB is None
 
 
 def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the unquantised shape of the weight of an outlined module, or None for any other module."""
+    """Return the unquantised shape of a module's weight that `outline` has changed, or None for any other module."""
     weight: Any = module._parameters.get("weight")
     if weight is None or not weight.is_meta:
         return None
@@ -176,7 +176,7 @@ def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def quantise(module: nn.Module, values: torch.Tensor) -> None:
-    """Replace an outlined weight with the quantised one, computed from `values` on their device."""
+    """Replace a weight that `outline` has prepared with the quantised one, computed from `values` on their device."""
     outlined: Any = module._parameters["weight"]
     if hasattr(outlined, "quant_state"):
         packed, state = _quantise_4bit(values, outlined)
@@ -199,7 +199,7 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
 
 
 def dequantised(module: nn.Module) -> torch.Tensor:
-    """Return the values of an unsharded quantised weight."""
+    """Return the dequantised weight of a module. The weight must be unsharded."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     weight: Any = module._parameters["weight"]
     is_4bit = hasattr(weight, "quant_state")
@@ -209,9 +209,9 @@ def dequantised(module: nn.Module) -> torch.Tensor:
 
 
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
-    """Return `(packed values, quant_state)`, bit-identical to `bitsandbytes.functional.quantize_4bit`.
+    """Return `(packed values, quant_state)`, bit-identical to the results of `bitsandbytes.functional.quantize_4bit`.
 
-    The values are quantised piece by piece; only the scales of the scales depend on the whole weight.
+    The values are quantised piece by piece. Only the quantisation of the scales needs the complete weight.
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
     parts = Part("codes", "uint8", 2), Part("scales", "float32", outlined.blocksize)
@@ -232,12 +232,12 @@ def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, A
 
 
 class QuantizedWeight(ParameterKind):
-    """A quantised weight or a scale."""
+    """The kind of weights that bitsandbytes has quantised, and of their scales."""
 
     is_exact = True
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a quantised weight, or a scale of one."""
+        """Return whether the tensor is a quantised weight or one of its scales."""
         return is_exact(tensor)
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
@@ -247,10 +247,10 @@ class QuantizedWeight(ParameterKind):
         expose_scales(model)
 
     def place(self, module: nn.Module, device: torch.device) -> None:
-        """Bring the code books of a module's weight to the device."""
+        """Move the code books of a module's quantised weight to the device."""
         place_tables(module, device)
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Make a weight use other memory, together with the tensors that kernels read in its place."""
+        """Make a weight use the memory of `plain`, together with the other tensors that kernels read in its place."""
         for tensor in (parameter, *aliases(parameter)):
             super().set_plain(tensor, plain)

@@ -13,5 +13,5 @@ parse_to = torch._C._nn._parse_to
 
 
 def wrapper(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
-    """Create a tensor of a subclass with the shape and dtype of `like` and without storage. Since 2.0."""
+    """Create a tensor of a subclass, without storage, with the shape and dtype of `like`. Since 2.0."""
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=device)

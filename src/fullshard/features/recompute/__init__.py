@@ -1,4 +1,4 @@
-"""Module forwards that recompute their activations in backward, or are compiled."""
+"""Changes to the forward of modules: recomputing activations in backward, and compilation."""
 
 from fullshard.features.recompute.forwards import checkpoint_modules, compile_modules
 

@@ -1,8 +1,8 @@
-"""Transformations of a module's forward: activation checkpointing and compilation, in place, before sharding.
+"""Activation checkpointing and compilation, which change the forward of modules in place, before sharding.
 
-Only `module.forward` is replaced, with a bound method of the same module. As a result, no parameter is renamed, no
-wrapper appears in the module tree, hooks on the module (including those for sharding) stay outside, and `copy.deepcopy`
-binds the copied method to the copy.
+Only `module.forward` is replaced, with a bound method of the same module. As a result, no parameter is renamed, and no
+wrapper appears in the module tree. Hooks on the module, including those for sharding, run outside the new forward.
+`copy.deepcopy` binds the copied method to the copied module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 def checkpoint_modules(
     model: nn.Module, modules: Iterable[nn.Module], *, reentrant: bool = False, selective: bool = False
 ) -> list[nn.Module]:
-    """Recompute the activations of `modules` in backward instead of keeping them.
+    """Recompute the activations of `modules` in backward instead of keeping them in memory.
 
     Call it before the model is sharded. If modules are nested, only the outermost is checkpointed, because recomputing
     the inner one again within the recomputation would cost time and save little memory. The recomputation uses the same
@@ -43,7 +43,7 @@ def checkpoint_modules(
         reentrant: use PyTorch's older implementation. It requires an input that requires grad, and it does not find
             tensors inside tuples or dicts.
         selective: keep tensors that are expensive to compute for their size (the output of attention and every second
-            matrix product), and recompute the rest. This repeats about 0.4 of a forward, and needs half the memory of
+            matrix product), and recompute the rest. This repeats about 40 % of a forward, and takes half the memory of
             keeping everything.
 
     Returns:
@@ -51,7 +51,8 @@ def checkpoint_modules(
 
     Raises:
         WrapError: A module is not in the model, is already a unit, or is already checkpointed; the model's own
-            gradient checkpointing is on; or both `reentrant` and `selective` are set.
+            gradient checkpointing is on; a module is compiled and `selective` is set; or both `reentrant` and
+            `selective` are set.
     """
     if reentrant and selective:
         raise WrapError(
@@ -93,8 +94,8 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
         options: keyword arguments for `torch.compile`.
 
     Raises:
-        WrapError: A module is already a unit, or is checkpointed selectively: the tensors to keep could not be found
-            from outside a graph.
+        WrapError: A module is already a unit, or it is checkpointed selectively. Selective checkpointing must see each
+            operation, which a compiled graph hides.
     """
     for module in {id(module): module for module in modules}.values():
         if is_unit(module):
@@ -121,7 +122,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not inside another given module, without duplicates, in the given order."""
+    """Return the modules that are not inside another of these modules, in the given order and without duplicates."""
     unique = list({id(module): module for module in modules}.values())
     inner = {id(child) for module in unique for child in module.modules() if child is not module}
     return [module for module in unique if id(module) not in inner]
@@ -155,11 +156,11 @@ def _reentrantly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that gives every run of `inner` the buffers that its first run started with.
+    """Return a function that runs `inner` and starts every run with the buffers that the first run started with.
 
     A forward can compute its buffers and use them in its result (spectral norm), so later runs must start from the same
-    values. They work on copies instead of restoring the buffers, because autograd may have saved a buffer and would
-    refuse one that was written to.
+    values. Later runs use copies of the buffers. The values cannot be restored in place, because autograd raises an
+    error if it has saved a buffer that was written to later.
     """
     holders: list[nn.Module] = module.__dict__["_recomputed_buffers"]
     if not holders or torch.compiler.is_compiling():  # a compiled graph changes buffers only once
@@ -188,7 +189,10 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return data that reveals changes of buffers, except in batch norms, where kernels do not count changes."""
+    """Return the id and version of each buffer by name, so that changes can be detected.
+
+    The result is empty for a batch norm, because its kernels do not count changes of buffers.
+    """
     if isinstance(module, torch_private.NormBase):
         return {}
     return {name: (id(b), b._version) for name, b in module._buffers.items() if b is not None}
@@ -199,7 +203,7 @@ def _copies(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor |
 
 
 def _selective_contexts() -> Any:
-    """Return contexts for forward and recomputation that count matrix products to make the same choices."""
+    """Return contexts for forward and recomputation. Both count matrix products, so that they keep the same ones."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -22,7 +22,7 @@ results; if torch renamed them, attention would be computed twice. Since 2.5."""
 
 
 def is_compiled_function(function: Callable[..., Any]) -> bool:
-    """Return whether `torch.compile` made the function; checkpoints cannot inspect it. Since 2.0."""
+    """Return whether `torch.compile` made the function, so that checkpoints cannot inspect it. Since 2.0."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 

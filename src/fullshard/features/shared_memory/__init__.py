@@ -1,4 +1,4 @@
-"""Collectives for ranks on the CPUs of one host, using shared memory.
+"""Collectives that use shared memory, for ranks that compute on the CPUs of one host.
 
 New memory pages are expensive on a CPU, and the ranks of one host can read each other's memory.
 """
@@ -17,7 +17,7 @@ __all__ = ["share_memory"]
 
 
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> Candidate | str:
-    """Return collectives over shared memory, or the reason why there are none; see `Backend`.
+    """Return collectives that use shared memory, or the reason why the group cannot use them; see `Backend`.
 
     Setting `FULLSHARD_COMM=gloo` on any rank disables them.
     """
