@@ -1,4 +1,4 @@
-"""The names that users import: Accelerate's own, and one function for scripts with their own training loop."""
+"""The names that users import: those of Accelerate, and one function for scripts that have their own training loop."""
 
 from fullshard.api.accelerator import Accelerator, listen
 from fullshard.api.accelerator_state import PartialState

@@ -18,7 +18,7 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
-    """Convert Accelerate's plugin to fullshard's. Treat a field as unset if it has Accelerate's default."""
+    """Convert Accelerate's plugin to fullshard's. A field that still has Accelerate's default counts as unset."""
     untouched, chosen = type(plugin)(fsdp_version=plugin.fsdp_version), {}
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
         value = _translated(plugin, field.name)
@@ -32,14 +32,17 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
 
 
 def _translated(plugin: Any, name: str) -> Any:
-    """Return a field of Accelerate's plugin, or the name of a wrap policy that is a bare function of torch."""
+    """Return a field of Accelerate's plugin. For a wrap policy that is a plain torch function, return its name."""
     named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
     value = getattr(plugin, name, None)
     return named.get(getattr(value, "__name__", ""), value) if name == "auto_wrap_policy" else value
 
 
 def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Copy a script's changes to Accelerate's plugin into fullshard's. Return all values that Accelerate's has set."""
+    """Copy the changes that a script made to Accelerate's plugin into fullshard's plugin.
+
+    Return the current value of each field, with None for unset fields. `before` is the result of the previous call.
+    """
     plugin = own_plugin(theirs)
     said = {field.name: plugin.said(field.name) for field in dataclasses.fields(plugin)}
     vars(ours).update({name: value for name, value in said.items() if value != before.get(name, value)})
@@ -47,7 +50,10 @@ def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
-    """Return a `TorchDynamoPlugin`'s settings, keyed by the launcher's option names, or {} if it has no backend."""
+    """Return the settings for `torch.compile`, keyed by the launcher's option names.
+
+    They come from `plugin`. If it is None, the only setting is `backend`. Return {} if the plugin selects no backend.
+    """
     if plugin is None:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):
@@ -75,7 +81,10 @@ def tensor_parallel_size(config: Any) -> int:
 
 
 def parallelism(config: Any, plugin: Reading) -> Reading:
-    """Return the strategy that a `ParallelismConfig` sets. Only the plugin decides whether forward frees parameters."""
+    """Return the sharding strategy and shard size that a `ParallelismConfig` requests.
+
+    Whether parameters are freed after forward depends only on the strategy in the plugin.
+    """
     reading = Reading()
     if config is None:
         return reading

@@ -1,4 +1,4 @@
-"""`Accelerator`: Accelerate's interface to fullshard's engine. Methods validate and delegate.
+"""`Accelerator`: Accelerate's interface to fullshard's engine. Its methods only validate and delegate.
 
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -10,7 +10,7 @@
             scheduler.step()
             optimizer.zero_grad()
 
-Four differences from Accelerate fix its shortcomings: every micro-batch is reduced into the sharded gradient, so
+It improves on Accelerate in four ways: the gradients of every micro-batch are reduced into the sharded gradient, so
 accumulation costs no memory; gradients are reduced in float32; units are found automatically; and a checkpoint is
 either complete or absent.
 """
@@ -66,12 +66,12 @@ _LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
 
 
 def listen(make: Callable[[Accelerator], Listener | None]) -> None:
-    """Call `make` with every new Accelerator. The listener that it returns is called after each object is prepared."""
+    """Call `make` with every new Accelerator. It returns a listener, which is called after each object is prepared."""
     _LISTENERS.append(make)
 
 
 class Accelerator(Loaders, Reporting):
-    """Trains a script's models sharded, on any number of ranks.
+    """Shards a script's models and trains them on any number of ranks.
 
     Args:
         device_placement: whether to move batches to the device.
@@ -81,11 +81,11 @@ class Accelerator(Loaders, Reporting):
         cpu: compute on the CPU even if there is an accelerator.
         dataloader_config: a `DataLoaderConfiguration`; replaces `split_batches`.
         fsdp_plugin: a `FullyShardedDataParallelPlugin` (fullshard's or Accelerate's), a `ShardingConfig` or a dict of
-            its settings, or a `RunConfig`, which has every setting. Settings that it leaves out come from `fullshard
+            its settings, or a `RunConfig`, which has every setting. Settings that it omits come from `fullshard
             launch` or from the variables of `accelerate launch`. The default is FULL_SHARD with units found
             automatically.
         log_with: Accelerate's trackers, by name (`all` selects every installed one) or as objects.
-        rng_types: generators that all ranks seed equally at the start of every epoch: `torch`, `cuda`. Samplers
+        rng_types: generators that all ranks seed identically at the start of every epoch: `torch`, `cuda`. Samplers
             (`generator`) are always seeded.
         project_dir, project_config: where `save_state` writes.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin`; replaces `gradient_accumulation_steps`.
@@ -188,7 +188,7 @@ class Accelerator(Loaders, Reporting):
         self._listeners = [listener for make in _LISTENERS if (listener := make(self)) is not None]
 
     def _make_gradient_state(self, plugin: Any) -> GradientState:
-        """Create the gradient state. The script's plugin or the settings give the number of micro-batches per step."""
+        """Create the gradient state. The script's plugin or the settings set the number of micro-batches per step."""
         plugin = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
         steps = 1 if plugin.num_steps is None else plugin.num_steps
         if self._accumulates:
@@ -224,17 +224,17 @@ class Accelerator(Loaders, Reporting):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Return whether an optimizer skipped its last step because a gradient overflowed in fp16 or was not finite."""
+        """Return whether any optimizer skipped its last step due to an overflow in fp16 or a non-finite gradient."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     # -- prepare ------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard models, and adapt the other objects to them. Accept any order and mix, in one call or several.
+        """Shard models, and adapt the other objects to them. Objects may be passed in any order, in one call or more.
 
         Args:
             objects: models, optimizers, data loaders and schedulers. Other objects are returned unchanged.
-            device_placement: one entry per object: whether the batches of a loader are moved to the device.
+            device_placement: for each object, whether the batches of a loader are moved to the device.
 
         Returns:
             The prepared objects in the same order, or the object itself if there is only one.
@@ -264,7 +264,7 @@ class Accelerator(Loaders, Reporting):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Shard a model in place, and re-point optimizers prepared earlier to it. Leave a sharded model unchanged.
+        """Shard a model in place, and re-point optimizers that were prepared earlier. A sharded model stays unchanged.
 
         Args:
             model: the model.
@@ -296,7 +296,7 @@ class Accelerator(Loaders, Reporting):
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Re-point an optimizer to the sharded parameters, and make it step at the end of an accumulation.
+        """Re-point an optimizer to the sharded parameters, and make it step only when an accumulation is complete.
 
         Raises:
             OptimizerError: the optimizer needs whole matrices, so it would be wrong on slices; or it is configured to
@@ -326,7 +326,7 @@ class Accelerator(Loaders, Reporting):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step with the optimizer, once for each rank. See `AcceleratedScheduler`."""
+        """Make a scheduler step whenever the optimizer steps, once for each rank. See `AcceleratedScheduler`."""
         if isinstance(scheduler, AcceleratedScheduler):
             self._remember(scheduler, self._schedulers)
             return scheduler
@@ -351,8 +351,9 @@ class Accelerator(Loaders, Reporting):
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Wrap each micro-batch. Every `gradient_accumulation_steps`-th one, and the last of an epoch, ends a step.
+        """Run one micro-batch within the block.
 
+        An optimizer step ends after `gradient_accumulation_steps` micro-batches, and at the end of an epoch.
         Each micro-batch's gradients are immediately reduced into the sharded gradient, so accumulation costs no memory.
         `no_sync` trades memory for less communication.
 
@@ -364,7 +365,7 @@ class Accelerator(Loaders, Reporting):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep gradients unsharded and local inside the block. The first backward outside it reduces their sum."""
+        """Keep gradients local and unsharded within the block. The first backward after the block reduces their sum."""
         with no_sync(model) if is_sharded(model) else contextlib.nullcontext():
             yield
 
@@ -383,7 +384,7 @@ class Accelerator(Loaders, Reporting):
         yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Run backward on the loss, divided by the accumulation steps and, in fp16, scaled.
+        """Divide the loss by the number of accumulation steps, scale it in fp16, and run backward on it.
 
         Args:
             loss: a scalar, the mean over this rank's micro-batch.
@@ -407,7 +408,9 @@ class Accelerator(Loaders, Reporting):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients to a norm of at most `max_norm` over all ranks at the end of a step. Otherwise, only measure.
+        """Scale gradients at the end of a step, so that their norm over all ranks is at most `max_norm`.
+
+        For other micro-batches, only measure the norm.
 
         Returns:
             The norm before scaling, which is the same on every rank.
@@ -431,7 +434,10 @@ class Accelerator(Loaders, Reporting):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Run computations outside a prepared model under autocast in the modes bf16 and fp16; otherwise do nothing."""
+        """Enable autocast in the block, for computations outside prepared models.
+
+        Do nothing unless the mode is bf16 or fp16.
+        """
         options = autocast_handler or self.autocast_handler
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is None:
@@ -443,12 +449,12 @@ class Accelerator(Loaders, Reporting):
             yield
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the model itself, because it was sharded in place. Unwrap a module made by `torch.compile` on request.
+        """Return the model itself, because it was sharded in place. On request, remove the wrapper of `torch.compile`.
 
         Args:
             model: a prepared model, or one inside DataParallel or DistributedDataParallel, which is unwrapped.
             keep_fp32_wrapper: if False, also remove the autocast around the model's forward.
-            keep_torch_compile: if False, return the module inside one that `torch.compile` made.
+            keep_torch_compile: if False, return the original module instead of the wrapper of `torch.compile`.
         """
         inner = torch_private.inside_compiled(model)
         if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -493,7 +499,7 @@ class Accelerator(Loaders, Reporting):
         return run_config(self.fsdp_plugin, self._given, self._parallelism)
 
     def _take_changes(self) -> None:
-        """Apply a script's changes to the plugin, as Accelerate's `prepare` does."""
+        """Update the configuration with a script's changes to the plugin, as Accelerate's `prepare` does."""
         if (config := self._configured()) == self._config:
             return
         mode = config.precision.mode
@@ -515,19 +521,19 @@ class Accelerator(Loaders, Reporting):
         return torch.amp.GradScaler(self.device.type, **options)
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer step in backward if configured, once at least one of its parameters is sharded."""
+        """Make the optimizer step during backward if this is configured and any of its parameters is sharded."""
         if self.steps_in_backward and sharded_parameters(optimizer):
             step_in_backward(optimizer)
 
     @property
     def steps_in_backward(self) -> bool:
-        """Return whether optimizers update buckets within backward, so that no gradients remain after it."""
+        """Return whether optimizers update parameters during backward, so that no gradients remain afterwards."""
         return self._config.training.step_in_backward
 
     def _check_clipping(
         self, what: str = "gradients cannot be clipped", where: str = "leave clipping out of the script"
     ) -> None:
-        """Raise an error if backward consumes gradients, because clipping needs the norm of all of them."""
+        """Raise an error if optimizers step during backward, which frees gradients before their norm is known."""
         if self.steps_in_backward:
             raise ConfigError(
                 f"{what}: training.step_in_backward frees each gradient within backward, before the norm of all "

@@ -24,7 +24,7 @@ _TOLD: list[PartialState] = []
 
 
 class PartialState(Processes):
-    """Hold the process's rank and job information under Accelerate's names. The first instance joins the job.
+    """Holds the process's rank and job information under Accelerate's names. The first instance joins the job.
 
     Args:
         cpu: compute on the CPU even if there is an accelerator. Only the first instance in a process uses this.
@@ -45,7 +45,7 @@ class PartialState(Processes):
 
     @property
     def debug(self) -> Any:
-        """Return whether Accelerate's collectives compare the ranks' values. fullshard's collectives always do."""
+        """Return whether Accelerate's collectives check that ranks pass equal shapes. fullshard's always do."""
         return theirs.PartialState._shared_state.get("debug", parse_flag_from_env("ACCELERATE_DEBUG_MODE"))
 
     @debug.setter
@@ -65,7 +65,7 @@ class PartialState(Processes):
         return parse_flag_from_env("FORK_LAUNCHED")
 
     def tell_accelerate(self) -> dict[str, Any]:
-        """Write the state to the dict that all instances of Accelerate's class share, and return it."""
+        """Publish the state in the dict that all instances of Accelerate's `PartialState` share. Return the values."""
         _TOLD[:] = [self]
         names = ("backend", "device", "debug", "num_processes", "process_index", "local_process_index", "fork_launched")
         # Without a process group, Accelerate's collectives must do nothing.
@@ -82,7 +82,7 @@ def _replace(kind: Any, state: dict[str, Any]) -> None:
 
 
 class AcceleratorState(PartialState):
-    """Hold the process's rank and job information and the training settings, under Accelerate's names."""
+    """Holds the process's rank and job information and the training settings, under Accelerate's names."""
 
     deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = device_mesh = None
     _known_attrs = theirs.AcceleratorState._known_attrs
@@ -126,12 +126,12 @@ class AcceleratorState(PartialState):
         _TOLD.clear()
 
     def check_current(self) -> None:
-        """Raise Accelerate's error after a reset, when Accelerate's helpers would assume a single process."""
+        """Raise Accelerate's error if the state was reset, because its helpers would then assume a single process."""
         if not _TOLD or not theirs.AcceleratorState._shared_state:
             theirs.AcceleratorState.__getattr__(self, "distributed_type")
 
     def tell_accelerate(self) -> dict[str, Any]:
-        """Write the state to the dicts that both of Accelerate's classes share, and return it."""
+        """Publish the state in the dicts that instances of Accelerate's two state classes share. Return the values."""
         state = super().tell_accelerate()
         state |= {"deepspeed_plugins": None, "torch_tp_plugin": None, "device_mesh": None}
         state |= {name: getattr(self, name) for name in ("parallelism_config", "dynamo_plugin", "fsdp_plugin")}
@@ -141,7 +141,7 @@ class AcceleratorState(PartialState):
 
 
 def _arrived(fields: dict[str, Any]) -> AcceleratorState:
-    """Return the state for an Accelerator that is being unpickled in this process."""
+    """Return the state of this process for an unpickled object. If there is none, create it from `fields`."""
     if _TOLD and isinstance(_TOLD[0], AcceleratorState):
         return _TOLD[0]
     state = AcceleratorState.__new__(AcceleratorState)  # the process is in no job, such as a loader's worker

@@ -1,6 +1,7 @@
-"""Measure this machine's matrix products, memory and collectives for the planner, in processes like training's.
+"""Measure matrix products, memory and collectives on this machine, for the planner.
 
-The processes run `python -m fullshard.api.calibration FILE`.
+The measurements run in one process per device, as in training. Each process runs
+`python -m fullshard.api.calibration FILE`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def calibrate(path: Path) -> Device:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that the device takes to finish the work."""
+    """Run `work` and return the seconds until the device has finished it."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -58,7 +59,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """Return the `amount` per second that `work` processes: the median of several runs after a warm-up."""
+    """Return the `amount` that `work` processes per second, as the median of several runs after a warm-up."""
     work()
     times: list[float] = []
     end = time.monotonic() + SECONDS
@@ -68,7 +69,7 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device) -> fl
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the FLOP/s of training a linear layer: three products, two of them with a transposed operand."""
+    """Measure the FLOP/s of training a linear layer: three matrix products, two of them with a transposed operand."""
     side = 1024 if device.type == "cpu" else 8192
     data, weight, gradient = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     return _rate(lambda: (data @ weight.t(), gradient @ weight, gradient.t() @ data), 6 * side**3, device)
@@ -107,7 +108,7 @@ def _link(mesh: Mesh) -> float:
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of work that all ranks start together: the median of several rounds after a warm-up.
+    """Return the seconds that `work` takes when all ranks start it together: the median of rounds after a warm-up.
 
     The number of rounds is fixed, because all ranks must agree on it.
     """
@@ -129,7 +130,7 @@ def _device_memory(device: torch.device, per_host: int) -> int:
 
 
 def measure() -> Device:
-    """Measure with all ranks of this job. Every rank returns its own figures."""
+    """Run all measurements as one rank of the calibration job. Each rank returns the figures that it measured."""
     mesh = init_mesh()
     is_cpu = mesh.device.type == "cpu"
     flops, flops_fp32 = _flops(torch.bfloat16, mesh.device), _flops(torch.float32, mesh.device)

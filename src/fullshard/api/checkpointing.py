@@ -57,12 +57,12 @@ class Checkpointing(Facts):
 
     @staticmethod
     def _remember(value: Any, prepared: list[Any]) -> None:
-        """Add an object to the prepared ones again if it is prepared after `free_memory` dropped it."""
+        """Add an object to the list `prepared` unless it is already there. `free_memory` may have removed it."""
         if not any(value is other for other in prepared):
             prepared.append(value)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Include objects with `state_dict()` and `load_state_dict()` in `save_state` and `load_state`."""
+        """Make `save_state` and `load_state` include objects that have `state_dict()` and `load_state_dict()`."""
         wrong = [
             f"{type(item).__name__} (Item at index {index})"
             for index, item in enumerate(objects)
@@ -77,17 +77,18 @@ class Checkpointing(Facts):
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Make `save_state` call `hook(models, weights, directory)` on every rank. The returned handle removes it.
 
-        The hook runs when the checkpoint is complete, and may add files and directories next to it. As with
-        Accelerate's FSDP, `weights` is empty, because the models' weights are in the checkpoint.
+        The hook runs when the checkpoint is complete, and may add files and directories to the checkpoint's directory.
+        As with Accelerate's FSDP, `weights` is empty, because the models' weights are in the checkpoint.
         """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Make `load_state` call `hook(models, directory)` on every rank before it loads. The handle removes the hook.
+        """Make `load_state` call `hook(models, directory)` on every rank before it loads.
 
-        As with Accelerate's FSDP, `models` is empty, because their weights come from the checkpoint.
+        The returned handle removes the hook. As with Accelerate's FSDP, `models` is empty, because the models' weights
+        come from the checkpoint.
         """
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
@@ -108,9 +109,9 @@ class Checkpointing(Facts):
                 directory is `project_dir/checkpoints/checkpoint_N` instead.
             safe_serialization: has no effect, as with Accelerate's FSDP, because checkpoints contain no pickles. False
                 warns.
-            wait: whether training waits until the checkpoint is written. If not, an error is raised later by the
-                `backward` that ends a step, by the next `save_state` or by `end_training`. By default, `async_save` of
-                the project or of the configuration decides; if neither is set, training waits.
+            wait: whether training waits until the checkpoint is written. If it does not, a failure is raised later by
+                the `backward` that ends a step, the next `save_state` or `end_training`. By default, training waits
+                unless `async_save` is set in the project or the configuration.
 
         Returns:
             The directory.
@@ -164,7 +165,7 @@ class Checkpointing(Facts):
         strict: bool = True,
         map_location: Any = None,
     ) -> None:
-        """Load the state that `save_state` wrote, on any number of ranks, into the same prepared objects.
+        """Load the state that `save_state` wrote into the same prepared objects. The number of ranks may differ.
 
         Args:
             input_dir: the directory. None selects the newest complete one under `project_dir/checkpoints`.
@@ -197,7 +198,7 @@ class Checkpointing(Facts):
             config.iteration = saving.number_after(path, config)
 
     def keep_copy(self, step: int) -> None:
-        """Update the copies of the state in host memory that `max_lost_steps` requests. Do nothing if it is not set.
+        """Update the copies of the training state in host memory if the setting `max_lost_steps` requests them.
 
         Call this on every rank after each optimizer step. The copies hold the same state that `save_state` saves.
 
@@ -213,9 +214,12 @@ class Checkpointing(Facts):
             copies.after_step(step, **saving.only_part(state), extra={"accelerator": state.extra})
 
     def load_copy(self) -> int | None:
-        """Restore the copies in host memory after a restart. Return the last step they include, or None without copies.
+        """After a restart, restore the training state from the copies in host memory.
 
         Call this on every rank after everything is prepared. Loaders continue at their position, even within an epoch.
+
+        Returns:
+            The last step that the copies include, or None if there are no copies.
 
         Raises:
             ConfigError: see `keep_copy`.
@@ -237,7 +241,7 @@ class Checkpointing(Facts):
         return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return all unsharded parameters and buffers in host memory on rank 0; empty on other ranks. A collective.
+        """Return all unsharded parameters and buffers in host memory on rank 0, and {} on others. Call it on all ranks.
 
         With LOCAL_STATE_DICT, return this rank's shards without any communication. They are flat slices, most of them
         empty at large world sizes, and only the same layout can load them.
@@ -253,12 +257,12 @@ class Checkpointing(Facts):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the unsharded model to a directory. This is a collective.
+        """Write the unsharded model to a directory. All ranks must call this.
 
         Args:
             model: a prepared model.
             save_directory: the directory, which may exist.
-            max_shard_size: the maximum size of a file, in bytes or as a string such as `5GB`.
+            max_shard_size: the maximum size of each file, in bytes or as a string such as `5GB`.
             safe_serialization: write safetensors, one tensor at a time, with the model's configuration if it has one.
                 If False, write `pytorch_model.bin`, which must fit into the main process's host memory.
 
@@ -269,7 +273,10 @@ class Checkpointing(Facts):
         saving.save_model(model, directory, max_shard_size, self.process.environment, safe=safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object on the main process, atomically, by `torch.save` or as safetensors for a dict of tensors."""
+        """Write an object to a file atomically, on the main process.
+
+        `safe_serialization` writes a dict of tensors as safetensors. Otherwise, `torch.save` writes the object.
+        """
         if self.is_main_process:
             saving.save_object(obj, local_path(f), safe=safe_serialization)
 

@@ -1,7 +1,7 @@
-"""Collectives on nested structures of tensors, for metrics and control flow. Identities in a single process.
+"""Collectives on nested structures of tensors, for metrics and control flow.
 
-These handle a few values per step or epoch, so they check something that the engine's collectives need not check: that
-every rank passes the same shapes.
+They handle only a few values per step or epoch. Therefore, unlike the engine's collectives, they check that all ranks
+pass the same shapes. In a single process, they do not communicate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def broadcast_object(value: T) -> T:
 
 
 def scatter_objects(values: list[T] | None) -> T:
-    """Return this rank's item of rank 0's `values`, which has one item per rank. The other ranks pass None."""
+    """Return this rank's item of a list that only rank 0 passes, with one item per rank. The other ranks pass None."""
     if world_size() == 1:
         assert values is not None  # noqa: S101 -- this is rank 0
         return values[0]
@@ -66,7 +66,7 @@ def all_gather_object(value: T) -> list[T]:
 def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note: Any = None) -> Any:
     """Concatenate the tensors of all ranks along the first dimension, in rank order. Scalars become 1-D.
 
-    On several ranks, call `check` with the notes of all ranks first.
+    If there are several ranks, first collect every rank's `note`, and call `check` with the list of notes.
     """
     if world_size() == 1:
         return recursively_apply(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
@@ -86,7 +86,10 @@ def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor: the full tensor for a DTensor that is replicated on every rank."""
+    """Return a plain tensor unchanged, or the local tensor of a DTensor.
+
+    The DTensor must be replicated on every rank.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):
@@ -125,7 +128,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
 
 
 def _check_agreement(data: Any, note: Any = None) -> list[Any]:
-    """Raise an error if ranks pass different tensors. Return the notes of all ranks."""
+    """Raise an error if the shapes or dtypes of the tensors differ between ranks. Return the notes of all ranks."""
     shapes: list[tuple[tuple[int, ...], str]] = []
     recursively_apply(lambda t: shapes.append((tuple(t.shape), str(t.dtype))), data, error_on_other_type=True)
     said = all_gather_object((shapes, note))

@@ -17,7 +17,10 @@ from fullshard.core.errors import ConfigError
 
 
 def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: Any = None) -> RunConfig:
-    """Return the configuration of this run. A `ParallelismConfig` overrides the strategy."""
+    """Return the configuration that results from the launcher, the Accelerator's arguments and the plugin.
+
+    The sizes in a `ParallelismConfig` override the strategy in these settings.
+    """
     given = {name: value for name, value in arguments.items() if value is not None}
     accelerator, plugins = FLAT.read(entries_of(given, "Accelerator")), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)

@@ -1,6 +1,8 @@
-"""The program that `plan` runs to get a model's shapes. It reads a config and writes shapes, both as JSON.
+"""The program that `fullshard plan` runs to determine a model's shapes.
 
-python -m fullshard.api.counting < config.json
+It reads the model's configuration from stdin and writes the shapes to stdout, both as JSON:
+
+    python -m fullshard.api.counting < config.json
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def count(values: Mapping[str, Any]) -> ModelShape:
 
 
 def as_numbers(value: Any) -> Any:
-    """Return a `config.json`'s values with special floats decoded: Transformers writes `{"__float__": "Infinity"}`."""
+    """Decode special floats in the values of a `config.json`: Transformers writes `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -72,7 +74,7 @@ def _build(transformers: Any, config: Any) -> Any:
 
 
 def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
-    """Return the operations of a unit from common configuration fields, or None if the unit is not a text layer."""
+    """Derive the operations of a unit from common configuration fields. Return None if the unit is not a text layer."""
     config = _of_layer(unit, config)
 
     def number(*names: str, default: int) -> int:
@@ -104,7 +106,7 @@ def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
 
 
 def _of_layer(unit: UnitShape, config: Any) -> Any:
-    """Return the configuration of one layer, for models with different layers (Gemma 4 has heads of two sizes)."""
+    """Return the configuration of a unit's layer if layers differ (Gemma 4 has two head sizes), otherwise `config`."""
     index, layers = unit.name.rpartition(".")[2], getattr(config, "per_layer_config", ())
     return layers[int(index)] if index.isdecimal() and int(index) < len(layers) else config
 
