@@ -1,4 +1,4 @@
-"""The fields of a `config.json`."""
+"""Read the fields of a model's `config.json`, with defaults and type checks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from fullshard.core.errors import ConfigError
 
 
 class Fields:
-    """The fields of a `config.json`, each read from the first of its possible names that is present.
+    """The fields of a model's `config.json`.
 
-    Each method returns the first of `names` that is set, and otherwise the default. A value of the wrong type, or a
-    missing one without a default, raises `ConfigError`.
+    The names of some fields differ between model families. A method that takes several names returns the value of the
+    first one that is set, or the default if none is. It raises `ConfigError` if the value has the wrong type, or if the
+    field is missing and has no default.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -39,7 +40,7 @@ class Fields:
         return str(self._read(names, default, str, "a word"))
 
     def is_dropped(self, *names: str, default: float = 0.0) -> bool:
-        """Return whether the field's dropout probability is greater than 0."""
+        """Return whether a field that holds a dropout probability is greater than 0."""
         return bool(self._read(names, default, int | float, "a number") > 0)
 
     def is_set(self, name: str) -> bool:
@@ -69,8 +70,9 @@ class Fields:
     def window(self, index: int, *, period: int) -> int:
         """Return how many keys a query of layer `index` sees, or 0 if it sees all keys before it.
 
-        `layer_types` states it for each layer; older files have a pattern, or nothing. `period` is the family's
-        default: one in `period` layers has no window. If it is 1, every layer has a window; if it is 0, no layer does.
+        The field `layer_types` says whether each layer has a window. Older files contain a pattern instead, or neither.
+        `period` is the default pattern of the model family: every layer except one in `period` has a window. If
+        `period` is 1, every layer has a window; if it is 0, no layer has one.
         """
         width, kinds = self.values.get("sliding_window"), self.items("layer_types")
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:

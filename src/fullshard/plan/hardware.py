@@ -1,4 +1,4 @@
-"""Devices and their links, from the manufacturers' data sheets, and the fractions that real training reaches."""
+"""Data sheet figures for devices and their links, and the fractions of these peaks that training reaches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TERA = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of accelerator, in a typical host. Speeds are peaks, per device and per direction.
+    """One kind of accelerator in a typical host. Speeds are peak values per device, in one direction.
 
     Attributes:
         flops: matrix FLOP/s in bfloat16, dense.
@@ -31,15 +31,15 @@ class Device:
         link: bytes per second between devices of a host, in one direction.
         network: bytes per second between hosts, per device, in one direction.
         efficiency: fraction of `flops` that the matrix products of training reach. Large products reach four fifths of
-            the peak on an A100, and two thirds on an H100, because its clock slows down under load. The products of a
-            step reach a sixth less. Elementwise operations are counted separately.
+            the peak on an A100. They reach two thirds on an H100, whose clock slows down under load. The products of a
+            training step reach a sixth less. Elementwise operations are counted separately.
         link_efficiency: fraction of `link`, `network` and `memory_bandwidth` that large transfers reach.
-        framework: bytes that the runtime and the communication library use on the device.
-        rack: number of devices that `link` connects across hosts, or 0 if it does not.
-        has_bfloat16: whether `flops` applies to bfloat16, or only to float16. It also says whether PyTorch has flash
-            attention for the device: on NVIDIA's devices, both begin with compute capability 8.0.
-        flash: fraction of `flops` that version 2 of flash attention reaches (`plan/attention`). It was written for the
-            A100; on the H100 the fraction is smaller, because products are faster there.
+        framework: device memory in bytes that the runtime and the communication library use.
+        rack: number of devices that `link` connects across hosts, or 0 if it only connects devices of one host.
+        has_bfloat16: whether `flops` applies to bfloat16, or only to float16. PyTorch has flash attention for the same
+            devices, because on NVIDIA's devices both require compute capability 8.0.
+        flash: fraction of `flops` that FlashAttention 2 reaches (`plan/attention`). It was written for the A100. On the
+            H100 the fraction is smaller, because matrix products are faster there.
     """
 
     name: str
@@ -60,20 +60,23 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Return whether ranks compute on the host's processors, so that all their work takes the host's time."""
+        """Return whether ranks compute on the host's CPU. All their work then takes the host's time."""
         return self.framework == 0
 
     @property
     def memory_speed(self) -> float:
-        """The bytes per second of `memory_bandwidth` that large transfers reach."""
+        """The memory bandwidth that large transfers reach, in bytes per second."""
         return self.memory_bandwidth * self.link_efficiency
 
     def peak(self, dtype: str) -> float:
-        """Return the peak matrix FLOP/s in a dtype."""
+        """Return the peak FLOP/s of matrix products in a dtype."""
         return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
     def link_seconds(self, inside: float, across: float) -> tuple[float, float]:
-        """Return the seconds that transfers take on the link inside a host, and on the network between hosts."""
+        """Return the seconds needed to transfer `inside` bytes within a host and `across` bytes between hosts.
+
+        The two times are returned separately, because the transfers use different links.
+        """
         return inside / (self.link * self.link_efficiency), across / (self.network * self.link_efficiency)
 
 
@@ -88,7 +91,7 @@ def _gpu(
     efficiency: float = 0.55,
     **more: Any,
 ) -> Device:
-    """Build a GPU's row: memory in GB, FLOP/s in TFLOP/s (bf16, fp32), bandwidths in GB/s."""
+    """Build the table row of a GPU: memory in GB, FLOP/s in TFLOP/s (bf16, fp32), bandwidths in GB/s."""
     speeds = (flops[0] * TERA, flops[1] * TERA, bandwidth * GB, link * GB, network * GB)
     return Device(name, round(memory * GB), *speeds, more.pop("per_host", 8), source, efficiency, **more)
 
@@ -183,7 +186,10 @@ _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 def find_device(name: str) -> Device:
-    """Return the row for a device's name in any spelling, or read the calibration file at that path."""
+    """Return the device with a given name, or read a device from a calibration file.
+
+    `name` may be any common spelling of a device in `DEVICES`, or the path of a `.json` file.
+    """
     if name.endswith(".json"):
         return read_calibration(local_path(name))
     found = _row_called(name)
@@ -203,9 +209,10 @@ _MEMORY = re.compile(r"[-_ ](\d+) ?gi?b(?=[-_ ]|$)", re.IGNORECASE)
 
 
 def _row_called(name: str) -> str | None:
-    """Return the row for a name, which may be a driver's: `NVIDIA A100-SXM4-40GB`, `NVIDIA H100 80GB HBM3`.
+    """Return the name of the `DEVICES` row that matches `name`, or None if there is no such row.
 
-    If the name has a memory size, it must match the row's, which may be larger by the ratio of GiB to GB.
+    `name` may be the name that a driver reports, such as `NVIDIA A100-SXM4-40GB` or `NVIDIA H100 80GB HBM3`. If it
+    contains a memory size, that size must match the row. The row may state up to 10 % more, because drivers report GiB.
     """
     by_key, plain = _names(), _FORM.sub("", name)
     found = by_key.get(_key(name)) or by_key.get(_key(plain))
@@ -231,11 +238,11 @@ def _key(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A number of devices of one kind, on one or more hosts.
+    """A number of equal devices on one or more hosts.
 
     Attributes:
-        shares_memory: whether the ranks of a host share memory if they compute on CPUs. They do not share it with
-            FULLSHARD_COMM=gloo.
+        shares_memory: whether ranks that compute on the CPUs of one host communicate through shared memory. They do
+            unless FULLSHARD_COMM is set to gloo.
     """
 
     device: Device
@@ -245,7 +252,7 @@ class Cluster:
 
     @property
     def per_host(self) -> int:
-        """The number of devices in each host."""
+        """The number of devices on each host."""
         return self.count // self.hosts
 
     def __str__(self) -> str:
@@ -253,9 +260,10 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """Split a number of devices from the kind: `8xH100`, `8*H100`, `8 H100`, `H100x8` or `H100:8`.
+    """Split a description of devices, such as `8xH100`, into the number of devices and the name of their kind.
 
-    The number is None for a kind alone, such as `H100` or `4090`.
+    Other accepted forms are `8*H100`, `8 H100`, `H100x8` and `H100:8`. The number is None if the text only names a
+    kind, such as `H100` or `4090`.
     """
     text = text.strip()
     if _key(text) in _names():
@@ -272,9 +280,9 @@ def split_devices(text: str) -> tuple[int | None, str]:
 
 
 def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """Parse `8xH100`, `1024 x h100`, `8 H100` or `H100` (one device).
+    """Return the cluster that a text describes: `8xH100`, `1024 x h100`, `8 H100`, or `H100` for one device.
 
-    Without `hosts`, the devices are in full hosts of the usual size.
+    If `hosts` is not given, the devices are placed on as few hosts of the usual size as possible.
     """
     number, name = split_devices(text)
     device, count = find_device(name), number or 1
@@ -291,7 +299,7 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
 
 
 def write_calibration(device: Device, path: Path) -> None:
-    """Write a device's measured speeds as JSON, for `find_device`."""
+    """Write a device's measured speeds to a JSON file that `find_device` can read."""
     write_text(path, json.dumps(dataclasses.asdict(device), indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Costs of an accelerator's host: the time to issue a step, which virtual time also uses, and pinned memory."""
+"""The costs of an accelerator's host: the time it takes to issue a step, and the size of pinned memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Assumed costs of the host in seconds, for PyTorch's eager mode: Python, the dispatcher, autograd and the driver.
+    """The assumed costs of issuing work from the host in PyTorch's eager mode, in seconds.
 
     Attributes:
-        launch: issuing one operation that has a kernel.
-        view: issuing one operation that has no kernel.
+        launch: issuing one operation that launches a kernel.
+        view: issuing one operation that launches no kernel, such as a reshape.
         collective: launching one collective.
-        message: a message between hosts that all ranks wait for, multiplied by the logarithm to base 2 of their number.
+        message: a message between hosts that all ranks wait for. It is multiplied by log2 of the number of ranks.
     """
 
     launch: float = 8e-6
@@ -23,24 +23,25 @@ class HostCosts:
     message: float = 30e-6
 
     def seconds(self, kernels: float, views: float) -> float:
-        """Return the seconds that the host needs to issue some operations with kernels, and some views without."""
+        """Return the seconds that the host needs to issue operations that launch kernels, and views that do not."""
         return kernels * self.launch + views * self.view
 
 
 def page_locked_nbytes(nbytes: int) -> int:
     """Return the host memory that one page-locked buffer of `nbytes` takes.
 
-    Torch rounds up to a power of two (`CachingHostAllocatorImpl::allocate` in its ATen/core/CachingHostAllocator.h):
-    1.25 GiB took 2.00 GiB on an H200. From 2.13 on, it does not round sizes above
-    `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`. This function does not read that variable.
+    PyTorch rounds the size up to a power of two (`CachingHostAllocatorImpl::allocate` in
+    ATen/core/CachingHostAllocator.h): a buffer of 1.25 GiB took 2.00 GiB on an H200. Since PyTorch 2.13, it does not
+    round sizes above the value set with `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`. This function does not
+    read that variable.
     """
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
 def many_page_locked_nbytes(nbytes: int) -> int:
-    """Return the host memory that many page-locked buffers of `nbytes` in total take.
+    """Estimate the host memory taken by many page-locked buffers that hold `nbytes` in total.
 
-    Their sizes are unknown, so assume that the logarithms are evenly distributed. Each buffer with a size between 1 and
-    2 takes 2, and the mean of these sizes is 1 / ln 2.
+    The sizes of the buffers are unknown, so the estimate assumes that their logarithms are uniformly distributed. Each
+    buffer with a size between 1 and 2 is rounded up to 2, and the mean of these sizes is 1 / ln 2.
     """
     return round(nbytes * 2 * math.log(2))

@@ -1,4 +1,4 @@
-"""The planner's inputs besides the model and the hardware, defined once for the command line and for Python."""
+"""The planner's inputs other than the model and the hardware, defined once for the command line and for Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
 
 
 def token_count(value: Any) -> Any:
-    """Convert text in which `128k` means 128 x 1024. Return any other value as it is, for the model to check."""
+    """Convert a text such as `128k` to a number of tokens, where k means 1024.
+
+    Return a value that is not a string as it is. Pydantic then validates it.
+    """
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+)\s*k\s*", value, re.IGNORECASE)
@@ -123,7 +126,7 @@ class Job(View):
     backward_prefetch: BackwardPrefetch = of_run("sharding.backward_prefetch")
 
     def check(self) -> None:
-        """Raise `ConfigError` if the fields are not consistent."""
+        """Raise `ConfigError` if the fields are inconsistent, or if the planner does not support their combination."""
         # Plans may compile what this engine cannot compile, so that they can be compared with other engines.
         self.run_config(compile=False)
         if self.step_in_backward and not self.planned_optimizer.is_torchs:
@@ -162,9 +165,9 @@ class Job(View):
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:
-        """Return the job that a run's configuration describes.
+        """Build the job from a run's configuration.
 
-        `values` are the settings that a configuration does not have (batch size, sequence length and so on).
+        `values` are the settings that the configuration does not contain, such as batch size and sequence length.
         """
         sharding = config.sharding
         said = {name: config.value(row.target) for name, row in cls.of_the_run().items() if row.read is None} | {
@@ -176,22 +179,22 @@ class Job(View):
 
     @property
     def row(self) -> Strategy:
-        """The table row of the strategy."""
+        """The strategy that `strategy` names."""
         return parse_strategy(self.strategy)
 
     @property
     def keeps_what_fits(self) -> bool:
-        """Return whether as many units stay unsharded after forward as there is memory for."""
+        """Return whether as many units stay unsharded between forward and backward as fit in memory."""
         return self.reshard_after_forward == "auto"
 
     @property
     def planned_optimizer(self) -> OptimizerRow:
-        """Return the row of the optimizer."""
+        """Return the properties of the optimizer that `optimizer` names."""
         return OPTIMIZERS[self.optimizer]
 
     @property
     def on_host(self) -> Offload:
-        """Return what is offloaded to host memory, which is nothing if the device is the host's CPU."""
+        """Return what is offloaded to host memory. On a CPU, nothing is."""
         return Offload.of(
             self.offload,
             self.offload_compute_shards,
@@ -202,7 +205,7 @@ class Job(View):
 
     @property
     def dtypes(self) -> Dtypes:
-        """The dtypes by role."""
+        """The dtypes for computation and for messages."""
         return Dtypes(COMPUTE[self.precision], self.reduce_dtype, self.gather_as, self.reduce_as)
 
     @property
@@ -212,17 +215,17 @@ class Job(View):
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype in which the weights are loaded, which is that of the frozen base if there is one."""
+        """The dtype in which the weights are loaded. With adapters, this is the dtype of the frozen base model."""
         return self.base_dtype or ("float32" if self.method == "full" else "bfloat16")
 
     @property
     def main_dtype(self) -> str:
-        """The dtype of the weights in full training."""
+        """The dtype of the main weights in full training."""
         return main_dtype(self.stored_dtype, trainable=True, mode=self.precision)
 
     @property
     def adapter_rank(self) -> int:
-        """The rank of the adapters, or 0 if there are none."""
+        """The rank of the LoRA adapters, which is 8 unless it is set."""
         return self.lora_rank or 8
 
     @property

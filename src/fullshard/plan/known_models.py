@@ -1,9 +1,9 @@
 """Well-known models by name, with the fields of each published `config.json` that determine its shapes.
 
-The comment above a group of rows names the organization and the date of the release. `test_plan_models.py` checks the
-number of parameters that the fields give against the number on each model's page. It also checks the fields against
-independent tables (`tests/fixtures/published_shapes.csv`) and the defaults of Transformers' classes. Of a model that
-also accepts images, only the text part is listed.
+The comment above each group of rows gives the organisation and the release date. `test_plan_models.py` computes the
+number of parameters from these fields and compares it with the number on the model's page. It also compares the fields
+with independent tables (`tests/fixtures/published_shapes.csv`) and with the defaults of Transformers' classes. For a
+model that also accepts images, only the text part is listed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Values = dict[str, Any]
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 32000, **more: Any) -> Values:
-    """Return the fields of a decoder with Llama's architecture.
+    """Return the `config.json` fields of a decoder with Llama's architecture.
 
-    `more` holds the fields that differ, including `model_type`.
+    `more` holds additional fields, or fields that replace the others, such as `model_type`.
     """
     return {
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""Lay units out over the ranks exactly as the engine does, with the same buckets and intervals, but without tensors."""
+"""Compute how units are divided into buckets and shards, exactly as the engine does but without tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fullshard.plan.shapes import Block, ModelShape, ParameterShape
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """One unit.
+    """The buckets of one unit, and the properties that determine when its memory is allocated and freed.
 
     Attributes:
         name: the module's qualified name, which is empty for the root.
-        frees_after_forward: whether its unsharded parameters are freed between forward and backward.
-        feeds_units: whether one of its trainable parameters (an embedding) is used before the first inner unit.
-        takes_ids: whether its inputs never need a gradient, because its first matrix is an embedding of token ids.
-        page_nbytes: bytes of its saved tensors that stay in host memory until its backward.
+        frees_after_forward: whether the unit's unsharded parameters are freed between forward and backward.
+        feeds_units: whether a trainable parameter of the unit (an embedding) is used before the first inner unit.
+        takes_ids: whether the unit's inputs are token ids, which never need a gradient.
+        page_nbytes: bytes of the unit's saved tensors that are in host memory until its backward.
     """
 
     name: str
@@ -43,7 +43,7 @@ class UnitLayout:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes that are allocated to unshard the unit."""
+        """The number of bytes that are allocated when the unit is unsharded."""
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.shares_main)
 
     @cached_property
@@ -53,12 +53,15 @@ class UnitLayout:
 
     @cached_property
     def decoded_nbytes(self) -> int:
-        """Bytes of the weights that are decoded after the gather."""
+        """The size of the unit's coded weights after they are decoded, in bytes."""
         return sum(bucket.full_nbytes for bucket in self.coded)
 
     @cached_property
     def coded_nbytes(self) -> int:
-        """Bytes of all ranks' codes, which exist from the gather until they are decoded."""
+        """The size of the unit's codes from all ranks, in bytes.
+
+        These codes are in memory from the gather until they have been decoded.
+        """
         return sum(bucket.coded_nbytes for bucket in self.coded)
 
     @cached_property
@@ -74,8 +77,7 @@ class ModelLayout:
     Attributes:
         units: inner units in definition order, with the root last.
         calls: the same units in the order in which their forwards begin, with the root first.
-        returns_head: whether the root returns the output of a head that is a unit, so that backward reaches the head
-            first.
+        returns_head: whether the head is a unit and the root returns its output, so that backward reaches it first.
         keeps_parameters: whether parameters stay unsharded until the optimizer's step.
         keeps_gradients: whether gradients are only reduced with the last micro-batch of a step.
     """
@@ -89,9 +91,9 @@ class ModelLayout:
     keeps_gradients: bool = False
 
     def keeping(self, count: int) -> ModelLayout:
-        """Return a layout in which more units stay unsharded until backward.
+        """Return a copy of this layout in which `count` more units stay unsharded until backward.
 
-        These are the last `count` of the units that this layout frees after forward.
+        These units are the last ones, in forward order, that this layout would free after forward.
         """
         inner = [unit.name for unit in self.calls if unit.frees_after_forward]
         kept = set(inner[len(inner) - count :])
@@ -100,7 +102,10 @@ class ModelLayout:
         )
 
     def with_pages(self, nbytes: Callable[[Block], int]) -> ModelLayout:
-        """Return a layout in which `nbytes` of each block's activations stay on the host until backward."""
+        """Return a copy of this layout in which part of the activations stays on the host until backward.
+
+        `nbytes` returns the number of these bytes for a block.
+        """
         return self._with(
             unit if unit.block is None else dataclasses.replace(unit, page_nbytes=nbytes(unit.block))
             for unit in self.units
@@ -119,7 +124,7 @@ class ModelLayout:
 
     @property
     def buckets(self) -> list[CountedBucket]:
-        """All buckets."""
+        """The buckets of all units."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 
 
@@ -133,7 +138,10 @@ def lay_out(
     dtypes: Dtypes,
     offload: Offload | None = None,
 ) -> ModelLayout:
-    """Compute the layout of a model. `shard_size` applies to the hybrid strategies."""
+    """Compute how each unit of a model is divided into buckets and shards.
+
+    `shard_size` is only used by the hybrid strategies.
+    """
     replicate_size, shard_size = strategy.mesh_shape(world_size, shard_size)
     units = []
     for unit in model.units:
@@ -167,7 +175,7 @@ def lay_out(
 def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
 ) -> tuple[CountedBucket, ...]:
-    """Return the buckets in the engine's order, which is the order of their first parameters."""
+    """Return a unit's buckets in the engine's order: the order in which their first parameters are defined."""
     return tuple(
         CountedBucket.of(
             _key(members[0], dtypes),
@@ -181,7 +189,7 @@ def _buckets(
 
 
 def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> list[list[ParameterShape]]:
-    """Group a unit's parameters by bucket."""
+    """Group a unit's parameters by the bucket that they belong to."""
     groups: dict[BucketKey, list[ParameterShape]] = {}
     for parameter in parameters:
         groups.setdefault(_key(parameter, dtypes), []).append(parameter)

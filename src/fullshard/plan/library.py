@@ -1,4 +1,4 @@
-"""Find a model by a well-known name, a `config.json`, or a number of parameters."""
+"""Find the shapes of a model from a well-known name, a `config.json`, or a number of parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from fullshard.plan.shapes import ModelShape
 
 
 def load_model(text: str) -> tuple[ModelShape, list[str]]:
-    """Return the model that a user names, and notes about it.
+    """Return the model that a user asked for, and the planner's notes about it.
 
-    `text` may be a `config.json`, its directory, the name of a model, or a number of parameters such as `7B`.
+    `text` may be the path of a `config.json` or of its directory, the name of a model, or a number of parameters such
+    as `7B`.
     """
     if (count := parse_count(text)) is not None:
         return _from_count(text, count)
@@ -29,9 +30,9 @@ def load_model(text: str) -> tuple[ModelShape, list[str]]:
 
 
 def load_config(text: str) -> dict[str, Any] | None:
-    """Return the `config.json` that a user names by a path or a name in `MODELS`.
+    """Return the contents of the `config.json` at a path, or the fields of the known model with this name.
 
-    Return None for a number of parameters.
+    Return None if `text` is a number of parameters.
     """
     return None if parse_count(text) is not None else _configuration(text)[1]
 
@@ -60,7 +61,7 @@ _VERSION = re.compile(r"v\d+(\.\d+)?")
 
 
 def _known_name(text: str) -> str | None:
-    """Return the name in `MODELS` that matches, ignoring organization, tuning, format, date and version."""
+    """Return the name in `MODELS` that matches `text`, ignoring organisation, tuning, format, date and version."""
     by_key = {_key(name): name for name in MODELS} | {_key(name): known for name, known in ALIASES.items()}
     name = text.rsplit("/", 1)[-1]
     words = [word for word in re.split(r"[-_: ]+", name.lower()) if not _TUNING.fullmatch(word)]
@@ -70,7 +71,10 @@ def _known_name(text: str) -> str | None:
 
 
 def _suggestion(text: str) -> str:
-    """Return similar names, the most similar first. If there are none, return one name from each family."""
+    """Return a hint that lists the known models with names similar to `text`, the most similar first.
+
+    If no name is similar, the hint lists one model from each family.
+    """
     known = {_key(other): other for other in MODELS}
     if close := difflib.get_close_matches(_key(text.rsplit("/", 1)[-1]), known, n=3, cutoff=0.6):
         return "did you mean " + ", ".join(known[key] for key in close)
@@ -95,11 +99,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_count(text: str, count: float) -> tuple[ModelShape, list[str]]:
-    """Return a Llama with `count` parameters.
+    """Return a Llama model with about `count` parameters, and a note that describes its shape.
 
-    Its width is 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found to be nearly optimal and which the
-    Llama family follows. Heads have a size of 128 (64 in small models), and the vocabulary has 32,000 entries. The
-    feed-forward width is chosen to reach `count`.
+    The width is 128 times the number of layers, which Kaplan et al. (arXiv 2001.08361, figure 5) found to be nearly
+    optimal and which the Llama family follows. Heads have a size of 128 (64 in small models), and the vocabulary has
+    32,000 entries. The feed-forward width is chosen so that the number of parameters comes close to `count`.
     """
     layers = max(1, round((count / (12 * 128**2)) ** (1 / 3)))  # 12 parameters per layer and squared width
     hidden = round_up(max(1, round((count / (12 * layers)) ** 0.5)), 64 if count < 1e8 else 128)

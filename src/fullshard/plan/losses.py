@@ -1,19 +1,22 @@
-"""Memory for a language model's loss, per logit, at each stage of a step.
+"""The memory and the work of a language model's loss.
 
-    logits          the head's output in the compute dtype; the loss casts it to float32 and frees that copy afterwards
+A loss on all logits at once needs memory at three stages of a step:
+
+    logits          the head's output in the compute dtype. The loss casts it to float32, and frees this copy afterwards
     log-softmax     float32, kept for backward
     backward        the gradients of log-softmax's output and of its input, in float32, in addition to the kept tensors
 
-Transformers casts to float32 inside the loss, and shifts the labels instead of the logits. Forward needs at most b + 8
-bytes (b is the bytes of the compute dtype), and backward needs 12 (`loss/loss_utils.py`). The logits themselves are not
-part of a graph, so they are freed before backward unless the loop keeps `outputs` until the end of it. Trainer does
-not. In float32 nothing is cast, so forward needs one copy less. If a loss does not cast, autocast does it.
+Transformers casts to float32 inside the loss, and shifts the labels instead of the logits (`loss/loss_utils.py`). With
+b bytes per value in the compute dtype, forward needs at most b + 8 bytes per logit, and backward needs 12. Autograd
+does not save the logits themselves, so they are freed before backward unless the training loop keeps the model's
+`outputs` until backward ends. Trainer does not keep them. In float32 nothing is cast, so forward needs one copy less.
+If a loss does not cast, autocast does.
 
-The fused loss is the engine's own (`wrap/chunked_loss`). It handles a chunk of tokens at a time and keeps nothing of a
-chunk, so backward computes the logits again. This takes a fourth product with the head's weight in addition to the
-usual three. A chunk of c tokens and V vocabulary entries takes c V (b + 8) bytes in forward and 12 c V in backward,
-where the previous chunk's gradient still exists. If the head's weight of width H is trained, its gradient takes another
-4 V H.
+The fused loss is the engine's own (`wrap/chunked_loss`). It processes the tokens in chunks and saves nothing for
+backward, so backward computes the logits again. This adds a fourth matrix product with the head's weight to the usual
+three. A chunk of c tokens with a vocabulary of V entries takes c V (b + 8) bytes in forward. In backward it takes 12 c
+V bytes, because the gradient of the previous chunk is still in memory. If the head's weight of width H is trained, its
+gradient takes another 4 V H bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ in float32. `cross_entropy` saves nothing else."""
 
 @dataclass(frozen=True, slots=True)
 class LogitsNbytes:
-    """Bytes of the logits and of the tensors that the loss computes from them.
+    """The memory that the logits and the loss need at different stages of a step, in bytes.
 
     Attributes:
         forward: the peak in forward.
         loss: the peak in the loss's backward.
-        head: bytes when the gradient of the head's weight exists and the gradient of the logits has been freed.
+        head: bytes when the gradient of the logits has been freed and the gradient of the head's weight is in memory.
     """
 
     forward: int
@@ -74,7 +77,7 @@ def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
 
 
 def _words(model: ModelShape, job: Job) -> int:
-    """Return the number of vocabulary entries for which one rank of a tensor-parallel group computes logits."""
+    """Return the number of vocabulary entries for which one tensor-parallel rank computes logits."""
     return -(-model.vocab // job.tp)
 
 
@@ -86,12 +89,12 @@ def _is_head_trained(model: ModelShape) -> bool:
 
 
 def recomputed_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of the logits that a fused loss computes again in backward, for one micro-batch."""
+    """Return the FLOP that the fused loss spends on recomputing the logits in the backward pass of one micro-batch."""
     return 2.0 * _words(model, job) * model.hidden * job.tokens if job.loss == "fused" else 0.0
 
 
 def moved_nbytes(model: ModelShape, job: Job) -> float:
-    """Return the bytes that one micro-batch's loss reads and writes, excluding those of the products."""
+    """Return the bytes that the loss of one micro-batch reads and writes, without those of matrix products."""
     width = itemsize(job.compute_dtype)
     if job.loss != "fused":
         # Log-softmax takes 2, picking the targets 1, and backward 3. A single kernel reads twice and writes once.
@@ -112,7 +115,10 @@ def held_width(job: Job) -> int:
 
 
 def loss_note(model: ModelShape, job: Job) -> str:
-    """Return a note that states which loss is planned and why, or an empty string if the model has no vocabulary."""
+    """Return a note that states how the loss is computed and how much memory it takes.
+
+    Return an empty string if the model has no vocabulary.
+    """
     if not model.vocab:
         return ""
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)

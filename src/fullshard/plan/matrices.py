@@ -1,6 +1,7 @@
-"""The work of an optimizer that needs complete matrices: the matrices, their ranks, and what is sent in a step.
+"""Count the work of an optimizer that updates complete matrices, such as Muon, and the bytes that it sends.
 
-`plan.dealing` assigns the matrices, as it does for the engine. The parameters' roles decide which ones are matrices.
+`plan.dealing` assigns the matrices to ranks, both here and in the engine. A parameter's role determines whether it is
+updated as a matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ITEMSIZE = 2
 
 @dataclass(frozen=True, slots=True)
 class MatrixWork:
-    """A model's matrices and the ranks they are assigned to."""
+    """A model's matrices, and their assignment to the ranks that update them."""
 
     dealing: Dealing
 
@@ -36,20 +37,20 @@ class MatrixWork:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the matrices."""
+        """Number of ranks among which the matrices are divided."""
         return self.dealing.replicate_size * self.dealing.shard_size
 
     @property
     def over_mean(self) -> float:
-        """The busiest rank's computation, divided by the mean."""
+        """The ratio of the busiest rank's computation to the average over all ranks."""
         work = self.dealing.work()
         return max(work) * len(work) / max(1, sum(work))
 
     @property
     def owned_nbytes(self) -> int:
-        """The most bytes of matrices that a rank holds at a time.
+        """The most bytes of matrices that any rank holds at a time.
 
-        A rank computes while the next matrices arrive and the last ones are sent back.
+        While a rank updates one group of matrices, the next group arrives and the previous group is sent back.
         """
         matrices, exchanges = self.dealing.matrices, self.dealing.exchanges
         numel = [self.dealing.of_ranks(lambda number: matrices[number].numel, exchange) for exchange in exchanges]
@@ -59,37 +60,40 @@ class MatrixWork:
 
     @property
     def working_nbytes(self) -> int:
-        """Bytes that the iteration needs in addition: two more copies of a matrix, and two of its square."""
+        """Additional bytes for the iteration on one matrix: two copies of the matrix, and two of its square."""
         each = ((m.numel, min(m.rows, m.columns)) for m in self.dealing.matrices)
         return _ITEMSIZE * max(2 * (numel + side * side) for numel, side in each)
 
     @property
     def sent_nbytes(self) -> float:
-        """The average number of bytes that a rank sends to owners and back in a step."""
+        """The bytes that an average rank sends in a step, to the owners of matrices and back to the shards."""
         return 2 * sum(map(self.dealing.arriving, range(self.count))) * _ITEMSIZE / self.ranks
 
     @property
     def replicated_nbytes(self) -> float:
-        """The average number of bytes of updates that a rank sends along the replicate axis."""
+        """The bytes of updates that an average rank sends along the replicate axis in a step."""
         return (self.dealing.replicate_size - 1) * self.numel * _ITEMSIZE / self.ranks
 
     def links(self, ranks_per_host: int) -> list[tuple[float, float]]:
-        """Return the busiest device's bytes inside its host and between hosts.
+        """Return the traffic on the busiest device's links, once for each exchange between shards and owners.
 
-        There is one pair per exchange with owners.
+        Each pair holds the bytes inside the host and the bytes between hosts.
         """
         dealing = self.dealing
         busiest = [max(dealing.of_ranks(dealing.arriving, exchange)) * _ITEMSIZE for exchange in dealing.exchanges]
         return [exchanged(n, dealing.shard_size, stride=1, ranks_per_host=ranks_per_host) for n in busiest]
 
     def replica_links(self, ranks_per_host: int) -> tuple[float, float]:
-        """Return the busiest device's bytes inside its host and between hosts, for all exchanges between replicas."""
+        """Return the traffic between replicas on the busiest device's links, for all exchanges together.
+
+        The pair holds the bytes inside the host and the bytes between hosts.
+        """
         shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
         return exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
 
 
 def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> MatrixWork | None:
-    """Assign a model's matrices to ranks. Return None if no matrix is trained."""
+    """Assign a model's matrices to the ranks that update them. Return None if no matrix is trained."""
     matrices: list[Matrix] = []
     number = 0
     for shapes, unit in zip(model.units, layout.units, strict=True):

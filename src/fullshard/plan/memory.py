@@ -1,8 +1,9 @@
-"""The memory of one rank through one step, by category. A ledger applies the predicted events one after another.
+"""Predict the memory of one rank during a step, by category, by replaying the predicted events on a ledger.
 
-Each event changes what the engine changes (`engine/bucket`, `engine/gradient`, `engine/unsharded_gradient`):
+Each event changes the ledger in the way in which it changes memory in the engine (`engine/bucket`, `engine/gradient`,
+`engine/unsharded_gradient`):
 
-    unshard issued      the unit's `full` is allocated (shared memory already has it)     + gathered
+    unshard issued      the unit's `full` is allocated, unless ranks share memory         + gathered
                         for coded weights, the message is also allocated                  + codes
     unshard ready       codes are decoded into `full`; then the message is freed          + gathered, - codes
     resharded           `full` is freed                                                   - gathered
@@ -63,19 +64,19 @@ tensors by 1.48 GiB, a tenth less.
 
 
 def fragments_nbytes(transient: int) -> int:
-    """Return the bytes that fragmentation adds to `transient` bytes, which are allocated and freed during a step."""
+    """Return how many bytes fragmentation adds if a step allocates and frees up to `transient` bytes."""
     return max(FRAGMENTS, round(FRAGMENTATION * transient))
 
 
 class Moment(NamedTuple):
-    """The ledger immediately after an event."""
+    """The state of the ledger immediately after an event."""
 
     event: Event
     nbytes: dict[str, int]
 
     @property
     def total(self) -> int:
-        """The total of all categories in bytes."""
+        """The sum over all categories in bytes."""
         return sum(self.nbytes.values())
 
 
@@ -86,7 +87,7 @@ class Memory:
     Attributes:
         phases: the peak of each phase (load, forward, backward, optimizer, save), by category.
         host_load: bytes of host memory per host while `fullshard.from_pretrained` reads the weights.
-        host_load_peers: the same if every process calls Transformers' `from_pretrained` before the model is sharded.
+        host_load_peers: bytes of host memory per host if every process calls Transformers' `from_pretrained` instead.
         host_steady: bytes of host memory per host during training.
         checkpoint: bytes on disk for one checkpoint of the whole job.
     """
@@ -100,7 +101,7 @@ class Memory:
 
     @property
     def persistent(self) -> int:
-        """Bytes that stay allocated between steps, excluding the framework's."""
+        """Bytes that stay allocated between steps, without the framework's own memory."""
         return sum(self.phases["load"].get(name, 0) for name in PERSISTENT)
 
     @property
@@ -110,7 +111,7 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """The peak plus the memory that the allocator cannot use."""
+        """The peak plus the memory that the allocator loses to fragmentation."""
         framework = self.phases["load"].get("framework", 0)
         if not framework:  # on a CPU, memory is returned to the system
             return self.peak
@@ -122,12 +123,12 @@ class Memory:
 
     @property
     def peak_of_step(self) -> int:
-        """The peak of a step, excluding loading and saving."""
+        """The peak during a step, which includes neither loading nor saving."""
         return max(moment.total for moment in self.timeline)
 
 
 def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: int) -> Memory:
-    """Return the memory of a step by replaying its events."""
+    """Return the memory that a rank needs in a step, by replaying the step's events."""
     root = setting.layout.root.name
     micro_batches = sum(event.kind is EventKind.FORWARD_BEGIN and event.unit == root for event in events)
     ledger = _Ledger(setting, micro_batches)
@@ -165,7 +166,7 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
 
 
 def persistent_of(setting: PlanSetting) -> dict[str, int]:
-    """Return the bytes that one rank holds on the device between steps, by category."""
+    """Return the bytes that one rank keeps on the device between steps, by category."""
     buckets, on_host = setting.layout.buckets, setting.on_host
     scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
     scales += sum(bucket.scale_nbytes for bucket in buckets)
@@ -186,7 +187,7 @@ def _state_nbytes(setting: PlanSetting) -> int:
 
 @dataclass(slots=True)
 class _Gradient:
-    """One bucket's gradient, from the reduce input to the main gradient."""
+    """The gradient of one bucket, from the buffer that is reduced to the main gradient."""
 
     bucket: CountedBucket
     extra: int
@@ -217,7 +218,10 @@ class _Ledger:
         return dict(self.now)
 
     def apply(self, event: Event) -> list[dict[str, int]]:
-        """Apply an event and return the ledger's new states, with any short-lived peak first."""
+        """Apply an event and return the resulting states of the ledger.
+
+        If the event needs more memory for a moment, the first state contains this short-lived peak.
+        """
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
@@ -271,7 +275,7 @@ class _Ledger:
         return [self.nbytes]
 
     def _give_up_page(self) -> None:
-        """Free the activations on the device whose copy to the host has finished."""
+        """Free the activations whose copy from the device to the host has finished."""
         self.now["activations"] -= self.leaving_page
         self.leaving_page = 0
 
@@ -296,9 +300,9 @@ class _Ledger:
         return moments + self._for_a_moment({"activations": working})
 
     def _leave_loss(self) -> list[dict[str, int]]:
-        """Return the peak in the loss's backward.
+        """Return the ledger's state at the memory peak of the loss's backward.
 
-        Afterwards, the ledger holds what is still allocated when the head's backward begins.
+        Afterwards, the ledger contains what is still allocated when the head's backward begins.
         """
         self.now["logits"] = self.logits.loss
         moments = [self.nbytes]
@@ -306,19 +310,25 @@ class _Ledger:
         return moments
 
     def _temporary(self, unit: UnitLayout, layer: LayerActivations) -> int:
-        """Return the temporaries needed between two products, or during a product that unpacks its weight."""
+        """Return the bytes of a layer's largest temporaries.
+
+        They are needed either between two matrix products, or during a product whose 4-bit weight is unpacked.
+        """
         return max(layer.working, layer.in_product + self._dequantised(unit))
 
     def _dequantised(self, unit: UnitLayout) -> int:
-        """Return the bytes of the largest weight that a 4-bit layer unpacks to the compute dtype.
+        """Return the size in bytes of the unit's largest 4-bit weight after its layer has unpacked it.
 
-        Each packed byte holds two elements.
+        The layer unpacks the weight to the compute dtype. Each packed byte holds two elements.
         """
         packed = [b.layout.largest_numel for b in unit.buckets if b.dtype == "uint8" and b.form is None]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)
 
     def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:
-        """Allocate the reduce inputs when the first gradient arrives, while that gradient still exists."""
+        """Allocate the buffers in which a unit's gradients are collected for reduction.
+
+        They are allocated when the first gradient arrives, while that gradient is still in memory.
+        """
         if not unit.trainable:
             return [self.nbytes]
         is_first = unit.name not in self.collecting
@@ -337,7 +347,7 @@ class _Ledger:
         return moments
 
     def _leave_backward(self) -> None:
-        """Free the activations of the unit whose backward has just ended."""
+        """Free the activations of the unit whose backward pass has just ended."""
         if self.backward_of is not None:
             layer = self.layers.get(self.backward_of)
             if layer is not None:
@@ -371,9 +381,9 @@ class _Ledger:
         return moments + self._accumulate_early()
 
     def _accumulate_early(self) -> list[dict[str, int]]:
-        """Add the gradients that are reduced along both axes to the main gradient, and free them.
+        """Add completed gradients to the main gradient and free them, without waiting for the end of backward.
 
-        Do nothing if there is no main gradient yet.
+        A gradient is complete when it has been reduced along both axes. Do nothing if there is no main gradient yet.
         """
         if not self.has_main_gradient or self._steps_in_backward:
             return []
@@ -386,7 +396,10 @@ class _Ledger:
         return moments
 
     def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
-        """Finish a reduction: copy this rank's interval out and free the rest, or leave the interval in its buffer."""
+        """Reduce a gradient's memory to this rank's interval, because its reduction has finished.
+
+        The interval is copied out and the buffer is freed, or the interval stays in its buffer.
+        """
         bucket = gradient.bucket
         summing = {"reduce buffers": self.setting.summing_nbytes(bucket)}
         moments = self._for_a_moment(summing)[:1]
@@ -402,26 +415,32 @@ class _Ledger:
         return moments
 
     def _stays(self, bucket: CountedBucket) -> bool:
-        """Return whether the sum is computed in this rank's reduce input, so that its full length stays allocated."""
+        """Return whether the buffer of the unsharded gradient stays allocated after the reduction.
+
+        This is the case if the ranks' gradients are summed in place in shared memory.
+        """
         is_cast = self.setting.collected_dtype(bucket) != bucket.reduce_dtype
         return self.setting.route.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
 
     def _held_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the bytes that stay allocated for the reduced gradient."""
+        """Return the bytes that stay allocated for a bucket's reduced gradient."""
         return bucket.reduce_nbytes if self._stays(bucket) else bucket.reduced_nbytes
 
     @property
     def _steps_in_backward(self) -> bool:
-        """Return whether the optimizer steps within the current backward pass.
+        """Return whether the optimizer steps during the current backward pass.
 
-        Only the last backward of a step can do so.
+        This is only possible in the last backward pass of a step.
         """
         job = self.setting.job
         is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == self.micro_batches - 1
         return job.schedule.steps_in_backward and is_last
 
     def _finish(self) -> list[dict[str, int]]:
-        """Finish all reductions. This is the first event after which all of them are known to be done."""
+        """Finish all reductions that are still running.
+
+        This happens at the first event after which all of them are known to be complete.
+        """
         self._leave_backward()
         moments = [moment for gradient in self.launched for moment in self._accumulate(gradient)]
         self.now["gradients"] -= self.leaving
@@ -434,7 +453,7 @@ class _Ledger:
         return [*moments, self.nbytes]
 
     def _finish_one(self, unit: UnitLayout) -> None:
-        """Finish the unit's oldest reduction. The other reductions may still be running."""
+        """Finish the oldest reduction of the unit. Other reductions may still be running."""
         gradient = next((g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable)), None)
         if gradient is None:  # the previous micro-batch's reductions all ended with its first one
             return
@@ -460,7 +479,7 @@ class _Ledger:
         return moments
 
     def _bucket_step(self, nbytes: int) -> list[dict[str, int]]:
-        """Update the bucket whose reduction finished last, and free its gradient."""
+        """Update the bucket whose reduction was the last to finish, and free its gradient."""
         bucket = self.stepping
         assert bucket is not None  # noqa: S101 -- a reduction was done before
         moments = self._for_a_moment({"optimizer temporaries": self._temporaries([bucket])})
@@ -481,7 +500,7 @@ class _Ledger:
         return self._for_a_moment({"optimizer temporaries": temporaries, "optimizer state": visiting})
 
     def _temporaries(self, buckets: Sequence[CountedBucket]) -> int:
-        """Return the temporary bytes needed to update these buckets, which are on the device."""
+        """Return the bytes of temporaries that the optimizer needs to update these buckets on the device."""
         if not self.setting.job.planned_optimizer.has_temporaries:
             return 0
         matrices = self.setting.matrices
@@ -510,9 +529,9 @@ class _Ledger:
 
 
 def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
-    """Return the peak of loading.
+    """Return the bytes at the peak of loading, by category.
 
-    Units are materialized one by one. The root is the last, when all other units are already sharded.
+    Units are materialized one at a time. The root is materialized last, when all other units are already sharded.
     """
     nbytes = dict(at_rest)  # the first step creates the optimizer's state, but a resumed run already has it
     whole = max(sum(b.layout.full_numel * b.value_itemsize for b in unit.buckets) for unit in setting.layout.units)
@@ -522,10 +541,10 @@ def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
 
 
 def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
-    """Return the host's bytes for loading with fullshard, for loading with Transformers, and for training.
+    """Return a host's bytes for loading with fullshard, for loading with Transformers, and for training.
 
-    Transformers reads the complete model in every process, in its stored dtype. A fullshard process reads its interval
-    of one parameter after another, but reads a parameter in full if it is quantised during loading
+    With Transformers, every process reads the complete model in its stored dtype. With fullshard, a process reads only
+    its interval of one parameter at a time. It reads the complete parameter if that is quantised during loading
     (`checkpoint/pretrained`). Offloaded state stays in host memory during training. Buffers that are copied to or from
     the device are page-locked.
     """
@@ -556,7 +575,7 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 
 
 def _checkpoint(setting: PlanSetting) -> int:
-    """Return the bytes of all parameters in their stored dtypes plus the optimizer's state, without duplicates."""
+    """Return the size of a checkpoint: all parameters in their stored dtypes, and the optimizer's state."""
     stored = sum(parameter.nbytes * parameter.tiles for parameter in setting.model.parameters)
     own = sum(parameter.numel for parameter in setting.model.parameters if parameter.trainable)
     tiles = setting.model.trainable_numel / own if own else 1.0

@@ -1,4 +1,4 @@
-"""The effects of a training method on the parameters: dtypes, frozen parameters, adapters and quantisation."""
+"""Apply a training method to the shapes of a model: dtypes, frozen parameters, adapters and quantisation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256
 
 
 def apply_method(model: ModelShape, job: Job) -> ModelShape:
-    """Return `model` as `job` trains it.
+    """Return the shapes of `model` as they are during the training that `job` describes.
 
-    Full training keeps main weights in float32, or in their stored dtype with precision `no`. LoRA freezes the base in
-    its own dtype, and adds two float32 matrices to every target, in the places where PEFT adds them. QLoRA also packs
-    each linear layer's weight into 4 bits with double-quantised scales, and stores stacked experts in a form. With
-    `quantize`, all large weights are stored in that form.
+    In full training, main weights are float32. With precision `no`, they have their stored dtype. LoRA freezes the base
+    model in its own dtype, and adds two float32 matrices to every target layer, as PEFT does. QLoRA also packs the
+    weights of linear layers into 4 bits with double-quantised scales, and quantises stacked experts to the form
+    `EXPERTS_FORM`. With `quantize`, all large weights are quantised to that form.
     """
     if model.is_final:
         return _quantized(model, job.quantize) if job.quantize else model
@@ -74,10 +74,11 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
 
 
 def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
-    """Return the linear layers that get an adapter, and the parameters of a mixture that do, with a factor of the rank.
+    """Return the targets of adapters: names of linear layers, and names of expert parameters with factors for the rank.
 
-    PEFT applies the names of experts' projections and of the router to the parameters that Transformers makes of them,
-    even if other layers have these names. If two projections become one parameter, its adapter has twice the rank.
+    Users name the experts' projections and the router as in the published model. Like PEFT, this function applies these
+    names to the parameters into which Transformers converts them, even if other layers have the same names. If two
+    projections are merged into one parameter, the adapter of that parameter has twice the rank.
     """
     names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
     converted = dict(model.converted_targets)
@@ -99,12 +100,15 @@ def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
 
 
 def form_of_files(model: ModelShape, job: Job) -> str:
-    """Return the form of the published files if frozen weights remain in it, as `from_pretrained` keeps them."""
+    """Return the form in which the published files store quantised weights, if the job keeps them in it.
+
+    Return an empty string otherwise. `from_pretrained` keeps this form for the frozen weights of LoRA.
+    """
     return model.published_as if job.method == "lora" and job.quantize is None and job.base_dtype is None else ""
 
 
 def _quantized(model: ModelShape, form: str) -> ModelShape:
-    """Return the model with its large frozen weights in a stored form, as `fullshard.quantize` would store them."""
+    """Return the model with its large frozen weights quantised, as `fullshard.quantize` would do it."""
 
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
         is_free = not (parameter.trainable or parameter.exact or parameter.form)
@@ -115,7 +119,7 @@ def _quantized(model: ModelShape, form: str) -> ModelShape:
 
 
 def conversion_of(model: ModelShape, job: Job) -> Conversion:
-    """Count the elements that a job quantises in the given model, and those that no adapter reaches."""
+    """Count the elements of a model that a job quantises, and those of stacked experts that have no adapter."""
     found, (_, folded) = (
         Conversion(is_asked_for=True, form=job.quantize or form_of_files(model, job) or EXPERTS_FORM),
         _targets(model, job),
@@ -138,7 +142,10 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 
 
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
-    """Return the form in which a weight is stored, or an empty string for plain numbers and bitsandbytes' layers."""
+    """Return the form in which fullshard stores a quantised weight.
+
+    Return an empty string if the weight is not quantised, or is stored by a layer of bitsandbytes.
+    """
     is_matrix = _is_matrix(model, unit, parameter)
     if not _is_reached(parameter, is_matrix=is_matrix):
         return ""
@@ -148,9 +155,9 @@ def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Jo
 
 
 def _is_reached(parameter: ParameterShape, *, is_matrix: bool) -> bool:
-    """Return whether a parameter is the large weight of a linear layer or a convolution.
+    """Return whether quantisation applies to a parameter: a large weight of a linear layer or a convolution.
 
-    A stack of such weights counts too, but an embedding does not.
+    It also applies to a stack of such weights, but not to an embedding.
     """
     name, shape = parameter.name, parameter.shape
     is_stack = parameter.role == "other" and ((len(shape) > 2 and shape[0] > 1) or is_stacked(name, shape))
@@ -162,9 +169,10 @@ def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) ->
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:
-    """Yield the parts of a 4-bit weight.
+    """Yield the tensors in which bitsandbytes stores a weight of 4 bits.
 
-    A byte holds two elements. Each block has a scale of one byte, and each block of scales has another 4 bytes.
+    Each byte of the packed weight holds two elements. Each block has a scale of one byte, and each block of scales has
+    a scale of 4 bytes.
     """
     scales = math.ceil(weight.numel / NF4_BLOCK)
     packed = dataclasses.replace(weight, shape=(math.ceil(weight.numel / 2), 1), dtype="uint8", exact=True)
