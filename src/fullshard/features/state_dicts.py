@@ -1,7 +1,7 @@
-"""Put DTensors into the state dicts of sharded models, and cut tensors to this rank's interval on loading.
+"""Hooks that put DTensors into the state dicts of sharded models, and reduce loaded tensors to this rank's interval.
 
-This is done by hooks on the modules that hold the parameters, not on the unit. torch passes each module the current
-prefix of its keys, even if wrappers, compilers or hooks around it have changed the names.
+The hooks are on the modules that hold the parameters, not on the unit. torch passes each module the current prefix of
+its keys, so the keys are correct even if wrappers, compilers or hooks around the module have changed the names.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fullshard.engine.unit import Unit
 
 
 class StateDicts(Extension):
-    """Register the hooks on every module that holds a parameter of one model."""
+    """Register state dict hooks on every module of one model that holds a parameter."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._watched: set[Unit] = set()
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over the list of units with hooks from a model that became part of this one."""
+        """Take over the record of which units have hooks from a model that became part of this one."""
         self._watched |= cast("StateDicts", earlier)._watched
 
     def assembled(self) -> None:
-        """Register the hooks for each new unit."""
+        """Register the hooks for each unit that does not have them yet."""
         for unit in self.model.units:
             if unit not in self._watched:
                 self._watched.add(unit)
@@ -45,7 +45,7 @@ class StateDicts(Extension):
 
 
 def _held_by(module: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedTensor]]:
-    """Yield (attribute, sharded parameter) for each of the unit's parameters that the module holds."""
+    """Yield (attribute, sharded parameter) for each parameter of the unit that the module holds."""
     for slot, parameter in unit.entries:
         for holder, attribute in slot.owners:
             if holder is module:
@@ -55,7 +55,7 @@ def _held_by(module: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedTensor
 def _after_state_dict(
     own: weakref.ref[Unit], module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object
 ) -> None:
-    """Replace unsharded parameters in a module's state dict with DTensors."""
+    """Replace the parameters in a module's state dict, which may be unsharded, with DTensors."""
     unit = own()
     if unit is None or unit.is_pinned or unit.stand_ins is not None:
         return
@@ -74,7 +74,7 @@ def _before_load_state_dict(
     local_metadata: dict[str, Any],
     *_arguments: object,
 ) -> None:
-    """Cut unsharded tensors to this rank's interval."""
+    """Before a module loads values, replace complete tensors among them with this rank's intervals."""
     unit = own()
     values = {attribute: state_dict.get(prefix + attribute) for attribute in module._parameters}
     given = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and not value.is_meta}
@@ -106,7 +106,7 @@ def _before_load_state_dict(
 
 
 def _take(parameter: ShardedTensor, value: torch.Tensor) -> None:
-    """Copy a value into a sharded parameter, which `load_state_dict(assign=True)` would otherwise replace."""
+    """Copy a value into a sharded parameter, so that `load_state_dict(assign=True)` does not replace the parameter."""
     if value.dtype != parameter.dtype:
         raise LifecycleError(
             f"load_state_dict(assign=True) of {parameter.name}: the value is {value.dtype}, but the parameter is "

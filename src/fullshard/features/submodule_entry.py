@@ -1,8 +1,8 @@
 """Unshard a unit when one of its modules or methods is called directly instead of the unit's forward.
 
-An example is an encoder that is called on its own. During the unit's forward the hooks do nothing. Outside of it they
-unshard the complete unit. If gradients are enabled, the unit stays unsharded until backward is over, because no event
-marks an earlier end.
+An example is an encoder that is called on its own. Hooks on the modules then unshard the complete unit. While the
+unit's own forward is running, the hooks do nothing. If gradients are enabled, the unit stays unsharded until backward
+has ended, because the engine cannot tell when backward has finished with this module.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from fullshard.engine.unit import Unit
 
 
 class SubmoduleEntry(Extension):
-    """Manage the hooks on one model's modules."""
+    """Adds the hooks on the modules of one model, and removes them."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._handles: list[RemovableHandle] = []
 
     def assembled(self) -> None:
-        """Add hooks to the modules of every unit, and wrap the methods of its class."""
+        """Add hooks to the modules of every unit, and wrap the methods of the unit's class."""
         for unit in self.model.units:
             for module in unit.modules:
                 _enter_methods(next(cls for cls in type(module).__mro__ if USER_CLASS in vars(cls)))
             self._handles += _watch(unit, is_outermost=unit is self.model.units[-1])
 
     def absorbed(self, earlier: Extension) -> None:
-        """Remove the hooks of a model that became part of this one, because its root is not outermost any longer."""
+        """Remove the hooks of a model that became part of this one, because its root is not the outermost unit now."""
         for handle in cast("SubmoduleEntry", earlier)._handles:
             handle.remove()
 
 
 def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
-    """Add hooks that unshard a unit when a module with its parameters is called outside the unit's forward.
+    """Add hooks that unshard the unit when a module with some of its parameters is called outside the unit's forward.
 
-    In the outermost unit this includes every module: an encoder called on its own uses the embedding that the root
-    owns. In other units it includes embeddings, because models look up tokens in them (`get_input_embeddings()`) before
-    they call the enclosing unit.
+    In the outermost unit, every module with parameters gets hooks, because an encoder that is called on its own uses
+    the embedding of the root. In other units, only embeddings get hooks, because models look up tokens in them
+    (`get_input_embeddings()`) before they call the unit itself.
     """
     parts = {id(m): m for slot in unit.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
     handles = []
@@ -64,13 +64,13 @@ def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
 
 
 class _WatchedPart:
-    """One module that is watched for direct calls."""
+    """A module with hooks that detect direct calls."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit, self.has_unsharded = unit, False  # set during a direct call that must reshard
 
     def begin(self) -> None:
-        """Unshard the unit if the module is called outside its forward."""
+        """Unshard the unit for a direct call of the module."""
         self.unit.take_requires_grad()
         self.unit.unshard()
         if torch.is_grad_enabled():
@@ -79,13 +79,13 @@ class _WatchedPart:
             self.has_unsharded = True
 
     def end(self) -> None:
-        """End a direct call of the module."""
+        """Reshard the unit after a direct call of the module."""
         self.has_unsharded = False
         self.unit.reshard()
 
 
 def _hooks_of(part: _WatchedPart) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the hooks of a watched module; in the unit's forward they do nothing and can be compiled."""
+    """Return the hooks of a module. They do nothing during the unit's forward, so that it can be compiled."""
     begin, end = uncompiled(part.begin), uncompiled(part.end)
 
     def before(module: nn.Module, args: Any) -> None:
@@ -102,7 +102,7 @@ def _hooks_of(part: _WatchedPart) -> tuple[Callable[..., None], Callable[..., No
 
 
 def _enter_methods(cls: type) -> None:
-    """Wrap the methods that a unit's class inherits from the user's class."""
+    """Wrap the methods that the class of a unit inherits from the user's class."""
     for name, member in vars(vars(cls)[USER_CLASS]).items():
         # torch checks whether some methods (`get_extra_state`) are those of nn.Module
         is_own = inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name)
@@ -111,10 +111,10 @@ def _enter_methods(cls: type) -> None:
 
 
 def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of the user's class so that it unshards the unit inside a forward or backward.
+    """Wrap a method of the user's class so that it unshards the unit if it is called within a forward or backward.
 
-    Only there is it certain that every rank calls the method. Elsewhere a single rank might call it and wait forever.
-    If the method fails there, the error explains this.
+    Outside a forward or backward, one rank might call the method alone and would wait for the others forever. There
+    the wrapper does not unshard; if the method raises, it adds a note about the cause to the error.
     """
 
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""The line printed at startup to show that the model is sharded."""
+"""The one-line description of a sharded model, which is printed at startup."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fullshard.engine.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A description of how a model is sharded, from the view of this rank. `str()` returns it as one line.
+    """A description of how a model is sharded, as seen by this rank. `str()` returns it as one line.
 
     Attributes:
         units, buckets: number of units and buckets.
-        total_numel: number of parameters in the complete model that units own.
-        rank_numel: number of those parameters on this rank.
+        total_numel: number of elements in all parameters that belong to units.
+        rank_numel: number of those elements on this rank.
         rank_nbytes: bytes of this rank's main weights, including padding.
-        largest_unit: name of the largest unit when unsharded; empty for the root.
+        largest_unit: name of the unit that is largest when unsharded; empty for the root.
         largest_unit_nbytes: bytes of that unit when unsharded.
-        padding: fraction of all buckets that is padding.
+        padding: padding as a fraction of the size of all buckets.
         beneath: description of an earlier split along another axis; empty if there is none.
         world_size, shard_size, replicate_size: number of ranks in total, per shard group and per replicate group.
         strategy: name of the matching row in the strategy table; empty with one rank.
         kept: number of units that stay unsharded between forward and backward although the strategy frees them.
-        offload: parts that are kept in host memory.
+        offload: which parts of the training state are kept in host memory.
         host_nbytes: bytes of shards in host memory, excluding optimizer state and gradients.
-        at_rest: forms of weights stored as codes, each with the number of elements; empty if there are none.
-        packed: values that are rounded before they are sent, or why a request for this has no effect; empty if none.
+        at_rest: forms in which weights are stored as codes, with the number of elements in each; empty if none are.
+        packed: which values are rounded before they are sent, or why a request for this has no effect; empty if none.
     """
 
     units: int
@@ -58,7 +58,7 @@ class Sharding:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Sharding:
-        """Return a description of `units`."""
+        """Return the description of a model with these units."""
         buckets = [bucket for unit in units for bucket in unit.buckets]
         mesh, schedule = units[0].mesh, units[0].schedule
         largest = max(units, key=lambda unit: unit.full_nbytes)

@@ -1,17 +1,18 @@
-"""Collectives over shared memory, for ranks that compute on the CPU of one host.
+"""Collectives that use shared memory, for ranks that compute on the CPUs of one host.
 
-Nothing is sent. Each rank writes to memory that its peers read:
+The ranks do not send messages. Each rank writes to memory that the other ranks read:
 
-    all-gather        The unsharded bucket is one block of memory that all ranks map and in which each owns its
-                      interval. If ranks compute in the dtype of the main weights, that interval *is* the main weights,
-                      and unsharding copies nothing. Otherwise, each rank casts its main weights into it.
+    all-gather        The unsharded bucket is one block of memory that all ranks map, and each rank writes its own
+                      interval. If the compute dtype is the dtype of the main weights, that interval *is* the main
+                      weights, and unsharding copies nothing. Otherwise, each rank casts its main weights into it.
     exchange          Each rank publishes where its part for every other rank begins, and the others copy it.
-    reduce-scatter    Each rank collects its gradients in memory that the others can read, and publishes where. It sums
-                      its own interval over all ranks in pairs (`comm.gloo.average`), so the result is deterministic.
-                      It casts what it reads if the sum uses a wider dtype.
+    reduce-scatter    Each rank collects its gradients in memory that the others can read, and publishes their
+                      location. It sums its own interval over all ranks in pairs (`comm.gloo.average`), so the result
+                      is deterministic. If the sum uses a wider dtype, the values are cast as they are read.
 
-The rest is synchronisation. A rank counts how often it has offered and freed each bucket, and how many gradients it has
-posted and read. Main weights change only when no peer can still be reading them; see `wait_for_readers`.
+The other code synchronises the ranks. A rank counts how often it has offered and freed each bucket, and how many
+gradients it has posted and read. Main weights change only when no other rank can still be reading them; see
+`wait_for_readers`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MAX_BUFFERS = 2**16
 
 
 class SharedMemoryCollectives(GlooCollectives):
-    """Collectives of the ranks of one host. They do not send messages and therefore do not pack them.
+    """Collectives for ranks on one host. They do not send messages, so they do not pack values.
 
     All-reduce, which is used along the replicate axis, still uses Gloo.
     """
@@ -64,27 +65,29 @@ class SharedMemoryCollectives(GlooCollectives):
         return self._queues.reduce(full, how)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Exchange parts by copying them once, directly from the memory of the peers."""
+        """Exchange parts between ranks. Each rank copies its parts directly from the memory of the other ranks."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         return self._queues.exchange(leaving, arriving, parts, tag)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return reusable memory that the peers can read."""
+        """Allocate a tensor in memory that the other ranks can read. Its memory is reused after it is released."""
         return self._queues.pool.empty(numel, dtype)
 
     def wait_for_readers(self) -> None:
-        """Wait until the peers have finished reading this rank's buckets."""
+        """Wait until the other ranks have finished reading this rank's intervals of all buckets."""
         self._buffers.wait_for_readers()
 
 
 class SharedBuckets:
-    """The unsharded buckets in rank 0's file, with counts of how often each rank has offered and freed each.
+    """The unsharded buckets, which are in rank 0's file, and the counters that synchronise access to them.
 
     Attributes:
-        offered, freed: counts of shape (ranks, buckets); each rank writes its own row.
+        offered, freed: how often each rank has offered and freed each bucket, shape (ranks, buckets). Each rank writes
+            only its own row.
         shared, own: mappings of the buckets. All ranks see writes to `shared`; only this rank sees its writes to `own`.
         placed: number of buckets that have a place, which is also the number of the next bucket.
-        pending: offers for gathers that are delayed because a peer is still reading what they would overwrite.
+        pending: offers for gathers that are delayed because another rank is still reading the memory they would
+            overwrite.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -102,7 +105,7 @@ class SharedBuckets:
         self._pid = os.getpid()
 
     def place(self, spec: BufferSpec) -> tuple[int, int] | None:
-        """Return (number, first byte) of a place for a bucket, or None if it is empty or does not fit."""
+        """Allocate memory for a bucket. Return (bucket number, first byte), or None if it is empty or does not fit."""
         number, start, nbytes = self.placed, self._end, spec.numel * spec.dtype.itemsize
         if not nbytes or number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
@@ -111,27 +114,27 @@ class SharedBuckets:
         return number, start
 
     def wait_for_readers(self) -> None:
-        """Wait until every rank has freed this rank's buckets, except buckets that this rank has dropped.
+        """Wait until the other ranks have freed this rank's buckets, except buckets that this rank no longer uses.
 
-        A peer that dropped a model while it was unsharded frees it only when its garbage collector runs, and it may
-        itself be waiting for this rank.
+        If another rank deleted a model while it was unsharded, the buckets are freed only when Python's garbage
+        collector runs there. Until then, that rank may itself be waiting for this rank.
         """
         freed = self.freed[:, : self.placed]
         own = np.where(self._ended[: self.placed], 0, freed[self.peers.rank])
         self.peers.wait_until(lambda: bool((freed >= own).all()))
 
     def is_unread(self, number: int) -> bool:
-        """Return whether every rank has freed a bucket as often as this rank has offered it."""
+        """Return whether every rank has freed a bucket as often as this rank has offered it, so nobody reads it."""
         return bool((self.freed[:, number] >= self.offered[self.peers.rank, number]).all())
 
     def end(self, number: int) -> None:
-        """Record that this rank has no more tensors of a bucket, so that no rank waits for it to free them."""
+        """Record that this rank has no tensors left in a bucket, so that others do not wait for it to free them."""
         if os.getpid() == self._pid:  # a forked process also has the tensor, but must not do this
             self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
             self._ended[number] = True
 
     def release_pages(self, number: int, start: int, nbytes: int) -> None:
-        """Return complete pages in a byte range of a bucket to the system, unless a peer may be reading them."""
+        """Release the complete pages in a byte range of a bucket to the system, unless other ranks may read them."""
         first, last = round_up(start, mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and self.is_unread(number) and os.getpid() == self._pid:
             self.shared.madvise(mmap.MADV_REMOVE, first, last - first)
@@ -140,10 +143,10 @@ class SharedBuckets:
 class MappedBuffer(FullBuffer):
     """An unsharded bucket in memory that all ranks map.
 
-    `full` is a private mapping of it, in which a page becomes a copy when this rank writes to it. Freeing discards
-    these copies, so in-place changes to unsharded parameters stay local to this rank, as with any other memory. Freeing
-    also unmaps the other pages. They exist only once for all ranks, but the kernel counts mapped pages as resident on
-    each rank.
+    `full` is a private mapping of this memory: if this rank writes to a page, it gets its own copy of the page. Freeing
+    the buffer discards these copies, so in-place changes to unsharded parameters stay local to this rank, as in any
+    other buffer. Freeing also unmaps the pages without changes. All ranks share one copy of these pages, but the system
+    counts mapped pages as resident memory of every process.
     """
 
     is_persistent = True
@@ -168,7 +171,10 @@ class MappedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Return 0 while the bucket is freed, because the memory then counts as main weights or their copies."""
+        """Return the bytes of the unsharded bucket, or 0 while it is freed.
+
+        While it is freed, its memory holds only main weights or copies of them, and is counted as such.
+        """
         return self.full.nbytes if self._is_gathered else 0
 
     @property
@@ -176,7 +182,7 @@ class MappedBuffer(FullBuffer):
         return self._offers > int(self._buffers.freed[self._buffers.peers.rank, self._number])
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Offer this rank's interval, which the other ranks read until the next gather replaces it."""
+        """Let the other ranks read this rank's interval, and return work that waits for the intervals of all ranks."""
         torch_private.count_for_debugging("c10d._allgather_base_")
         is_there = self.main is not None or (is_unchanged and self._offers > 0)
         self._offers += 1
@@ -186,21 +192,25 @@ class MappedBuffer(FullBuffer):
         return WorkOf(partial(self.wait, self._offers))
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Unmap this rank's pages, and tell the other ranks that it has finished reading."""
+        """Unmap the pages of this buffer, and record that this rank has finished reading."""
         if self._is_gathered:
             self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
             self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers
 
     def wait_for_readers(self) -> None:
-        """Wait until the peers have read the main weights; see `FullBuffer`.
+        """Wait until the other ranks have read the main weights; see `FullBuffer`.
 
-        If the buffer holds a copy of the main weights, there is nothing to wait for until the next gather.
+        If the other ranks read a copy of the main weights, return at once, because only the next gather changes the
+        copy.
         """
         if self.main is not None:
             self._buffers.peers.wait_until(lambda: self._buffers.is_unread(self._number))
 
     def offer(self, main: torch.Tensor | None, number: int) -> bool:
-        """Offer this rank's interval, filled from `main` if given; return False if peers may still read it."""
+        """Let the other ranks read this rank's interval for gather `number`, and copy `main` into it first if given.
+
+        Return False, and do nothing, if `main` has to be copied while another rank may still read the previous values.
+        """
         if main is not None:
             if not (self._buffers.freed[:, self._number] >= number - 1).all():
                 return False
@@ -210,7 +220,7 @@ class MappedBuffer(FullBuffer):
         return True
 
     def wait(self, number: int) -> torch.Tensor:
-        """Wait until all ranks have offered their intervals for gather `number`, and return the full tensor."""
+        """Wait until all ranks have offered their intervals for gather `number`, and return the complete bucket."""
         offered, pending = self._buffers.offered[:, self._number], self._buffers.pending
 
         def is_whole() -> bool:

@@ -1,10 +1,10 @@
-"""Memory shared by the ranks of a host: one unnamed file per rank, which the other ranks open, too.
+"""Memory that the ranks of a host share. Each rank creates one unnamed file, and all ranks open it.
 
-The kernel frees a file when the last process that has it open ends in any way, so nothing can be left behind. A file is
-much longer than the part that is written; untouched pages take no memory.
+When the last process that has a file open ends, however it ends, the operating system frees the file, so no file is
+ever left behind. A file is much longer than the part that is used; untouched pages take no memory.
 
-Ranks announce what they have written with counters, each written by one rank only. This requires that stores become
-visible in order, which x86-64 guarantees.
+Ranks use counters to announce what they have written. Only one rank writes each counter. This requires that stores
+become visible in order, which x86-64 guarantees.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SECONDS_BETWEEN_CHECKS = 0.5
 
 
 class Peers:
-    """The ranks of a group on one host, with their files opened by each other; `files` holds the descriptors."""
+    """The ranks of a group on one host. `files` has a file descriptor for the file of each rank."""
 
     def __init__(self, offers: Sequence[_Offer], files: Sequence[int], group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -49,16 +49,16 @@ class Peers:
         self._timeout_seconds = torch_private.timeout_of(group, torch.device("cpu")).total_seconds()
 
     def map(self, owner: int, start: int, nbytes: int, *, private: bool = False) -> mmap.mmap:
-        """Map `nbytes` bytes of the file of rank `owner`; `start` must be a multiple of the page size.
+        """Map `nbytes` bytes of the file of rank `owner`, from byte `start`, a multiple of the page size.
 
-        In a `private` map only this rank sees its writes. A page that it has not written to shows the writes of others.
-        Raise `OSError` if the address space of this process has no room for the map.
+        Writes to a `private` map are visible only to this rank. A page that this rank has not written to shows what
+        other ranks have written. Raise `OSError` if the address space of this process has no room for the map.
         """
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
         return mmap.mmap(self.files[owner], nbytes, flags=flags, offset=start)
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Poll until `is_done` returns true, and let other processes run in between."""
+        """Wait until `is_done` returns true. Raise `RuntimeError` if another rank has ended, or at the timeout."""
         start = next_check = time.monotonic()
         looks = 0
         while not is_done():
@@ -80,9 +80,10 @@ class Peers:
 
 
 def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> Made | str:
-    """Return the object that `make` creates from a group's ranks, or the reason why they cannot share memory.
+    """Let the ranks of a group open each other's files, and return the object that `make` creates from these `Peers`.
 
-    `make` maps the memory that it needs, and raises `OSError` if it cannot. This is a collective.
+    `make` maps the memory that it needs, and raises `OSError` if it cannot. If any rank cannot share memory, return the
+    reason on all ranks. This is a collective.
     """
     mine = _offer()
     offers = _told_by_all(mine, group)
@@ -114,7 +115,7 @@ def _told_by_all(mine: Made, group: dist.ProcessGroup) -> list[Made]:
 
 
 def _check(offers: Sequence[_Offer]) -> None:
-    """Raise `OSError` if a rank offers no file or is on another host."""
+    """Raise `OSError` if a rank has no file to share, or if the ranks are on different hosts."""
     if problem := next((offer.problem for offer in offers if offer.problem), ""):
         raise OSError(problem)
     if any(offer.descriptor is None for offer in offers):
@@ -125,12 +126,12 @@ def _check(offers: Sequence[_Offer]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The information that a rank's peers need to open its file.
+    """The information that other ranks need to open the file of one rank.
 
     Attributes:
-        namespace: PID namespace; it is equal if and only if the ranks see each other's processes.
-        pid, descriptor: the rank's process and its file descriptor, or None if it has no file to offer.
-        problem: the reason why a file that should exist is missing.
+        namespace: PID namespace, which is equal for ranks that can see each other's processes.
+        pid, descriptor: process id and file descriptor of the rank. The descriptor is None if the rank shares no file.
+        problem: the reason why the file could not be created; otherwise empty.
     """
 
     namespace: str
@@ -161,7 +162,7 @@ def _close(files: set[int]) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process does not exist, or has ended and has not been reaped by its parent."""
+    """Return whether a process does not exist, or is a zombie that its parent has not reaped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,6 +1,6 @@
-"""Gradients between the ranks of a host: each rank posts their location, and all ranks read them there.
+"""Queues with which the ranks of a host tell each other where to read gradients in shared memory.
 
-All other exchanges work in the same way, but their entries point to a list of the parts for each rank.
+Exchanges of other tensors use the same queues. Their entries give the location of a list of the parts for each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from fullshard.features.shared_memory.peers import HOST_NBYTES, Peers
 
 
 class BufferPool:
-    """Allocates tensors in shared memory from byte `start`. Memory is reused when its tensor is released."""
+    """An allocator of tensors in shared memory, which uses the bytes from `start` on.
+
+    The memory of a tensor is reused after the tensor has been released.
+    """
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._memory = memory
@@ -46,7 +49,7 @@ class BufferPool:
         return torch.frombuffer(piece, dtype=torch.uint8).view(dtype)
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Return the offset of a tensor's data in the memory, or None if the data are elsewhere."""
+        """Return the offset of a tensor's data in the shared memory, or None if the data are elsewhere."""
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._top else None
 
@@ -70,7 +73,7 @@ class BufferPool:
         return start
 
     def _collect_returned(self) -> None:
-        """Merge released blocks with adjacent free ones."""
+        """Free the memory of released tensors, and merge it with adjacent free blocks."""
         while self._returned:
             start, nbytes = self._returned.popleft()
             before = next((first for first, size in self._free.items() if first + size == start), start)
@@ -88,13 +91,14 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 class SendQueues:
-    """Queues that show the ranks where each other's gradients are.
+    """Queues in which each rank publishes the locations of its gradients.
 
-    A rank's file begins with its queue: a line with the number of entries it has posted, a line per rank with the
-    number of entries which that rank has read, and the entries: (tag, offset in the file, dtype).
+    A rank's file begins with its queue. This consists of a cache line with the number of entries that the rank has
+    posted, one cache line per rank with the number of entries which that rank has read, and the entries themselves:
+    (tag, offset in the file, dtype).
 
     Attributes:
-        pool: memory that peers can read.
+        pool: allocator of memory that the other ranks can read.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -111,11 +115,11 @@ class SendQueues:
         self._under_way: deque[tuple[int, int, object, Callable[[], torch.Tensor], list[torch.Tensor]]] = deque()
 
     def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
-        """Let the peers read `full`, or a copy of it if it is not in shared memory.
+        """Publish `full` so that the other ranks can read it. Copy it first if it is not in shared memory.
 
         Returns:
-            The tensor that they read, which must not change until they have finished, and the number of the entry,
-            which is the same on every rank.
+            The tensor that the other ranks read, which must not change until they have finished, and the number of the
+            entry, which is the same on every rank.
         """
         full, offset = self._within_reach(full)
         posted, read = self._posted[self._peers.rank], self._read[self._peers.rank]
@@ -126,12 +130,12 @@ class SendQueues:
         return full, number
 
     def _entry(self, source: int, number: int) -> tuple[int, int, torch.dtype]:
-        """Return the tag, offset and dtype of a rank's entry with this number."""
+        """Return the tag, offset and dtype of the entry that rank `source` posted under this number."""
         tag, offset, dtype = self._entries[source][number % _QUEUE_DEPTH].tolist()
         return tag, offset, _DTYPES[dtype]
 
     def _within_reach(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return `tensor`, or a copy of it that peers can read, and its offset in their memory."""
+        """Return `tensor`, or a copy of it in shared memory if it is elsewhere, and its offset there."""
         offset = self.pool.offset(tensor)
         if offset is None:
             tensor = self.pool.empty(tensor.numel(), tensor.dtype).copy_(tensor)
@@ -139,7 +143,7 @@ class SendQueues:
         return tensor, offset
 
     def wait_for(self, number: int, tag: int) -> None:
-        """Wait until all ranks have posted entry `number`."""
+        """Wait until all ranks have posted entry `number`. Raise `RuntimeError` if an entry does not have this tag."""
         self._peers.wait_until(lambda: all(int(posted[0]) > number for posted in self._posted))
         for source in range(self._peers.size):
             other, _, _ = self._entry(source, number)
@@ -147,9 +151,10 @@ class SendQueues:
                 raise RuntimeError(f"rank {source} of the group is in collective {other}, but this rank is in {tag}")
 
     def _average_interval(self, number: int, full: torch.Tensor, how: Reduction) -> torch.Tensor:
-        """Return the average over the ranks of this rank's interval of entry `number`, which all have posted.
+        """Return this rank's interval of the gradients in entry `number`, averaged over the ranks.
 
-        A long interval may overwrite this rank's own term and keep `full` alive.
+        All ranks must have posted the entry. If the interval is long, the result may overwrite this rank's part of
+        `full`, and it keeps `full` in memory.
         """
         rank = self._peers.rank
         own = own_interval(full, rank, self._peers.size)
@@ -169,7 +174,7 @@ class SendQueues:
         return average(terms, into, how.divisor, how.watch)
 
     def mark_read(self, number: int) -> None:
-        """Record that this rank has read entry `number`, and wait until the other ranks have."""
+        """Record that this rank has read entry `number`, and wait until all other ranks have read this rank's entry."""
         for read in self._read:
             read[self._peers.rank] = number + 1
         # Memory is reused once every peer has read it; waiting bounds its size.
@@ -177,12 +182,12 @@ class SendQueues:
         self._peers.wait_until(lambda: int(own.min()) > number)
 
     def reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Start to average `full` over the ranks."""
+        """Start to average `full` over the ranks. The returned work waits for this rank's interval."""
         full, number = self.post(full, how.tag)
         return self._begin(number, how.tag, full, partial(self._average_interval, number, full, how))
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> Work:
-        """Start to give every rank its part of `leaving`, and to copy this rank's parts to `arriving`."""
+        """Start an exchange in which each rank copies its parts of all `leaving` tensors into its own `arriving`."""
         leaving, offset = self._within_reach(leaving)
         starts = np.cumsum([0, *parts.leaving[:-1]]) * leaving.itemsize + offset
         places = self.pool.empty(2 * len(starts), torch.int64)
@@ -191,7 +196,7 @@ class SendQueues:
         return self._begin(number, tag, (leaving, places), partial(self._read_parts, number, arriving, parts))
 
     def _read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """Copy this rank's parts from all ranks, which have posted entry `number`."""
+        """Copy the parts for this rank to `arriving`. All ranks must have posted entry `number`."""
         pieces = cut(arriving, parts.arriving)
         for source, (memory, piece) in enumerate(zip(self._memories, pieces, strict=True)):
             _, places, _ = self._entry(source, number)
@@ -205,13 +210,13 @@ class SendQueues:
         return arriving
 
     def _begin(self, number: int, tag: int, held: object, read: Callable[[], torch.Tensor]) -> Work:
-        """Start a transfer that keeps `held` alive; `read` returns the result once all ranks have posted."""
+        """Queue a transfer that keeps `held` in memory. `read` returns its result once all ranks have posted."""
         result: list[torch.Tensor] = []
         self._under_way.append((number, tag, held, read, result))
         return WorkOf(partial(self._finish, result))
 
     def _finish(self, result: list[torch.Tensor]) -> torch.Tensor:
-        """Complete all transfers up to that of `result`, in the order in which all ranks posted them."""
+        """Complete all queued transfers up to the one with this `result`, in the order in which they were posted."""
         while not result:
             number, tag, _, read, of_first = self._under_way[0]
             self.wait_for(number, tag)

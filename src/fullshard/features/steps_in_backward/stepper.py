@@ -1,14 +1,14 @@
-"""Step the optimizer within backward: update a bucket once its gradient is final, and free the gradient.
+"""Optimizer steps within backward: update a bucket once its gradient is final, then free the gradient.
 
 The gradients of the complete model therefore never exist at the same time. `step_in_backward` enables this for an
 optimizer:
 
-    backward              the engine finishes the reductions one bucket at a time. `Stepper.step` updates the
-                          optimizer's parameters in the bucket and frees their gradients
-    optimizer.step()      counts the step and updates the remaining parameters, which no unit owns
+    backward              The engine finishes the reductions one bucket at a time. After each, `Stepper.step` updates
+                          the optimizer's parameters in the bucket and frees their gradients.
+    optimizer.step()      This completes the step and updates the parameters that do not belong to a unit.
 
 The optimizer's own code computes the update. It runs in a *part*: an optimizer of the same class, with the same state
-and hyperparameters, that holds the parameters of one bucket.
+and hyperparameters, that holds only the parameters of one bucket.
 
 Code that needs all gradients together does not work. Clipping and loss scaling read `.grad`, which raises an error
 until `optimizer.step()`. A second backward before `optimizer.step()` raises an error, too.
@@ -54,15 +54,15 @@ _HALF_DONE = (
 
 
 def step_in_backward(optimizer: optim.Optimizer) -> None:
-    """Update every bucket within backward from now on, once its gradient is final, and free the gradient.
+    """Make backward update each bucket as soon as its gradient is final, and then free the gradient.
 
     The results are bit-identical to those of `optimizer.step()`. The training loop does not change: `optimizer.step()`
-    ends the step and updates the remaining parameters. If a step has several micro-batches, mark the last backward with
-    `model.set_is_last_backward(number == last)`. Learning rates are read when backward begins.
+    ends the step and updates the parameters that are not sharded. If a step has several micro-batches, mark the last
+    backward with `model.set_is_last_backward(number == last)`. Learning rates are read when backward begins.
 
     Args:
-        optimizer: a torch optimizer that treats all elements in the same way, created from a sharded model. If the
-            optimizer already steps in backward, the call adds models that were sharded since.
+        optimizer: a torch optimizer that treats all elements in the same way, created from a sharded model. If it
+            already steps in backward, this call adds the models that were sharded since then.
 
     Raises:
         OptimizerError: The optimizer cannot be stepped in parts, holds no sharded parameter, or shares a parameter with
@@ -117,7 +117,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
 
 
 def _first_shared(models: Iterable[StepsInBackward], held: set[int], stepper: Stepper | None) -> str | None:
-    """Return the name of the first of these parameters that another stepper holds, or None."""
+    """Return the name of a parameter in `held` that another stepper of these models also steps, or None."""
     others = [other for model in models for other in model.steppers if other is not stepper]
     return next((name for other in others if (name := other.first_among(held)) is not None), None)
 
@@ -128,16 +128,16 @@ def _stepper_of(optimizer: optim.Optimizer) -> Stepper | None:
 
 
 def anything_steps_in_backward() -> bool:
-    """Return whether any optimizer has ever stepped in backward in this process.
+    """Return whether any optimizer was set to step in backward in this process.
 
-    The launcher warns at the end if this was requested but did not happen.
+    The launcher uses this to print a warning at the end if the user asked for it but no optimizer was set.
     """
     return _was_asked_for[0]
 
 
 @dataclass(slots=True)
 class _Part:
-    """An optimizer of the same class and with the same state for the parameters of one bucket."""
+    """An optimizer for the parameters of one bucket, with the class and the state of the user's optimizer."""
 
     optimizer: optim.Optimizer
     numbers: list[int] = field(default_factory=list)  # the optimizer's group for each group of the part
@@ -145,7 +145,7 @@ class _Part:
 
 
 class Stepper:
-    """Step one optimizer bucket by bucket. The stepper is a hook of the optimizer, which keeps it alive."""
+    """Steps one optimizer bucket by bucket. The stepper is a step pre-hook of the optimizer, which keeps it alive."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -159,7 +159,7 @@ class Stepper:
         _was_asked_for[0] = True
 
     def first_among(self, parameters: set[int]) -> str | None:
-        """Return the name of the first sharded parameter of this stepper with one of these ids, or None."""
+        """Return the name of the first sharded parameter of the optimizer whose id is in `parameters`, or None."""
         optimizer = self._optimizer()
         held = [] if optimizer is None else sharded_parameters(optimizer)
         return next((p.name for p in held if id(p) in parameters), None)
@@ -167,7 +167,7 @@ class Stepper:
     # -- in backward --------------------------------------------------------------------------------------------
 
     def begin(self, model: Schedule) -> bool:
-        """Prepare for a backward, and return whether to step in it."""
+        """Prepare for a backward, and return whether the optimizer will step in it."""
         optimizer = self._optimizer()
         if optimizer is None:
             return False
@@ -191,7 +191,7 @@ class Stepper:
         return True
 
     def _prepare(self, optimizer: optim.Optimizer) -> None:
-        """Read the hyperparameters, and rebuild the parts if the optimizer's parameters have changed."""
+        """Read the hyperparameters, and rebuild the parts if the optimizer's list of parameters has changed."""
         if not self._stepped:
             self._options = [_options(group) for group in optimizer.param_groups]
             self._versions = [_versions(options) for options in self._options]
@@ -217,9 +217,10 @@ class Stepper:
         part.parameters.append(parameter)
 
     def step(self, bucket: Bucket) -> bool:
-        """Update and free the published gradients of the optimizer's parameters in a bucket; False if it has none.
+        """Update the optimizer's parameters in a bucket, and free their gradients, which must already be published.
 
-        The caller must ensure that no rank is still reading the main weights.
+        Return False if there is nothing to update. The caller must ensure that no rank is still reading the main
+        weights.
         """
         part, optimizer = self._parts.get(bucket), self._optimizer()
         if part is None or optimizer is None:
@@ -243,7 +244,11 @@ class Stepper:
     # -- after it -----------------------------------------------------------------------------------------------
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Allow gradients to be read again, because the script has reached `optimizer.step()`."""
+        """Make gradients readable again, because the script has called `optimizer.step()`.
+
+        Raises:
+            LifecycleError: A closure is given, or an option of a parameter group was changed since backward.
+        """
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise LifecycleError(
                 f"{type(optimizer).__name__}.step(closure) would run a backward that steps inside the step",
@@ -274,7 +279,7 @@ class Stepper:
 
 
 class StepsInBackward(Extension):
-    """Run the `steppers` of one model. Each stepper is kept alive by its optimizer."""
+    """Runs the `steppers` of one model. Each optimizer keeps its own stepper alive."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
@@ -285,12 +290,12 @@ class StepsInBackward(Extension):
         self.steppers |= cast("StepsInBackward", earlier).steppers
 
     def backward_begins(self) -> None:
-        """Request gradients as soon as they are final if an optimizer will step with them."""
+        """Publish gradients as soon as they are final if an optimizer will step in this backward."""
         begun = [stepper.begin(self.model) for stepper in self.steppers]
         self.model.backward.reducer.publishes_early = any(begun)
 
     def bucket_is_final(self, bucket: Bucket) -> None:
-        """Step the parameters of the bucket, and free their gradients."""
+        """Update the parameters of the bucket, and free their gradients."""
         with bucket.owner.waiting("step in backward"):
             bucket.buffer.wait_for_readers()  # the step changes `main`, which other ranks may be gathering
         nbytes = bucket.gradient.main.nbytes  # read before the step frees it
@@ -300,7 +305,7 @@ class StepsInBackward(Extension):
 
 
 def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Return an optimizer of the same class and with the same options but without parameters."""
+    """Return an optimizer of the same class with the same options, but without parameters."""
     part = object.__new__(type(optimizer))
     own = (torch_private.INIT_GROUP, "step")
     part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
@@ -314,5 +319,5 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(options: dict[str, Any]) -> dict[str, int]:
-    """Return the version counter of each option that is a tensor."""
+    """Return the version counter of each option that is a tensor, by name of the option."""
     return {key: value._version for key, value in options.items() if isinstance(value, torch.Tensor)}

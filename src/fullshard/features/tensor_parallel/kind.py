@@ -1,4 +1,4 @@
-"""DTensor parameters created by tensor parallelism, of which each rank shards its local part."""
+"""The kind of parameters that are DTensors because of tensor parallelism. Each rank shards its local part of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fullshard.wrap.partition import Slot, names_in
 
 
 class TensorParallel(ParameterKind):
-    """The kind of DTensor parameters. They share buckets with plain parameters."""
+    """The kind of parameters that are DTensors. They share buckets with plain parameters."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a DTensor."""
@@ -35,9 +35,10 @@ class TensorParallel(ParameterKind):
         return super().why_not(torch_private.local_of(parameter))
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Check that each DTensor uses another axis of the mesh than sharding does.
+        """Raise an error if a DTensor is already split along the axes of the mesh that parameters are sharded along.
 
-        A DTensor over all axes of `data` must be replicated along the data axes, even those it is not sharded along.
+        A DTensor over all axes of the mesh in `data` must be replicated along the data axes, including the replicate
+        axes.
         """
         wrong: dict[int, str] = {}
         for slot in slots:
@@ -68,11 +69,11 @@ class TensorParallel(ParameterKind):
         )
 
     def plain(self, parameter: Any) -> torch.Tensor:
-        """Return this rank's local part."""
+        """Return this rank's local part of a DTensor."""
         return torch_private.local_of(parameter)
 
     def set_plain(self, parameter: Any, plain: torch.Tensor) -> None:
-        """Make a DTensor use another local part."""
+        """Make a DTensor use `plain` as its local part."""
         # `.data` has a separate version counter. With a view, each gather would invalidate tensors saved for backward.
         torch_private.set_local(parameter, self.like(parameter, plain.data))
 
@@ -83,7 +84,10 @@ class TensorParallel(ParameterKind):
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec with one more axis, or the spec of a plain parameter if all axes are data axes."""
+        """Return the spec that combines sharding with the tensor-parallel split of a DTensor.
+
+        If all axes of the DTensor are data axes, return the spec of a plain parameter.
+        """
         shard = LocalShard.of(slot)
         if not shard.is_beneath:
             return super().spec(slot, mesh, shape, placement, reduction)
@@ -91,7 +95,7 @@ class TensorParallel(ParameterKind):
         return spec_type(mesh, shard.whole_shape, placement, Name(), local_shard=shard, reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that converts a gradient to the parameter's placement and returns its local part."""
+        """Return a function that redistributes a gradient as the parameter is placed, and returns its local part."""
         return LocalShard.of(slot).of_gradient
 
 

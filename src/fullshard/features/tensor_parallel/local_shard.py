@@ -1,11 +1,11 @@
 """TP-local shards: the part of a parameter that tensor parallelism assigns to a rank, before FSDP shards it.
 
     whole       shape (rows, columns), a DTensor over a separate axis of the mesh, for example `tp`
-    local shard this rank's part of the whole, equal along the shard axis
+    local shard this rank's part of the whole, equal on all ranks along the shard axis
     interval    this rank's part of its local shard
 
-A bucket holds local shards like other tensors. Forward uses the same DTensors as before; while they are unsharded,
-their local parts are memory of the bucket.
+A bucket contains local shards in the same way as other tensors. Forward uses the original DTensors. While they are
+unsharded, their local parts are views of the bucket's memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from fullshard.wrap.partition import Slot
 
 
 class LocalShard:
-    """A rank's part of a tensor along a mesh axis that is neither the shard nor the replicate axis.
+    """The part of a tensor that tensor parallelism assigns to this rank.
 
-    The placement is `Shard(dim)`, split like `torch.chunk`, `Replicate()`, or `_StridedShard` if several matrices are
-    packed into one and each of them is split. `data_axes` are the data axes of the mesh that forward uses. If there is
-    no other axis (`is_beneath`), the complete tensor is sharded.
+    The tensor is split along a mesh axis that is neither the shard nor the replicate axis. The placement is
+    `Shard(dim)`, split like `torch.chunk`; `Replicate()`; or `_StridedShard` if the tensor consists of several matrices
+    and each of them is split. `data_axes` are the data axes of the DTensor's mesh. If that mesh has only data axes,
+    `is_beneath` is False, and the part is the complete tensor.
     """
 
     __slots__ = ("_data_axes", "chunking", "is_beneath", "mesh", "placement", "rank", "shape", "whole_shape")
@@ -53,7 +54,7 @@ class LocalShard:
 
     @classmethod
     def of(cls, slot: Slot) -> LocalShard:
-        """Return the local shard of a DTensor over one axis in addition to the data axes."""
+        """Return the local shard of a DTensor. Its mesh may have one axis besides the data axes."""
         parameter: Any = slot.parameter
         mesh, shape, data_axes = parameter.device_mesh, parameter.shape, slot.data_axes
         for axis, placement in enumerate(parameter.placements):
@@ -64,16 +65,16 @@ class LocalShard:
 
     @property
     def is_chunked(self) -> bool:
-        """Return whether the ranks of the axis hold different elements."""
+        """Return whether tensor parallelism splits the tensor, so that ranks along the axis hold different elements."""
         return self.chunking is not UNCUT
 
     @property
     def start(self) -> int:
-        """Return the offset of this rank's part in the whole tensor, flattened as `chunking` describes."""
+        """Return the offset of this rank's part in the complete tensor, flattened in the order of `chunking`."""
         return self.chunking.start(tuple(self.whole_shape), self.rank) if self.is_chunked else 0
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, as a view of `whole` if the part is contiguous."""
+        """Return this rank's part of the complete tensor, as a view if the part is one slice."""
         if not self.is_chunked:
             return whole
         dim, pieces = self.chunking.dim, self.chunking.pieces(tuple(self.whole_shape), self.rank)
@@ -81,16 +82,16 @@ class LocalShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from the parts of the ranks along the axis. This is a collective along the axis."""
+        """Return the complete tensor from the parts on all ranks of the axis. This is a collective along the axis."""
         if not self.is_chunked:
             return part
         return wrapped(part, self.mesh, [self.placement], self.whole_shape).full_tensor()
 
     def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient from autograd.
+        """Return this rank's part of a gradient that autograd has computed.
 
-        The gradient of a replicated parameter can be partial. It is reduced here, except along data axes, where the
-        engine's reduction sums it.
+        If the gradient is a DTensor with partial sums, this function reduces it, except along data axes, where the
+        engine reduces it later.
         """
         if not isinstance(gradient, DTensor):
             return gradient
@@ -109,20 +110,20 @@ def _chunking(placement: Placement, parts: int) -> Chunking:
 
 
 def local_shard_of(slot: Slot) -> LocalShard | None:
-    """Return this rank's local shard, or None if tensor parallelism does not split the parameter."""
+    """Return this rank's local shard of a parameter, or None if the parameter is not a DTensor."""
     return LocalShard.of(slot) if isinstance(slot.parameter, DTensor) else None
 
 
 def wrapped(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """Return a DTensor of this shape around this rank's part."""
+    """Return a DTensor of the given shape with `part` as this rank's local part."""
     dtensor: DTensor = torch_private.wrap(DTensor, part, torch_private.layout_of(mesh, placements, shape, part.dtype))
     return dtensor
 
 
 class TensorParallelSpec(ShardSpec):
-    """The spec of a tensor with a TP-local shard that this rank's peers shard further.
+    """The spec of a tensor that tensor parallelism splits before it is sharded along the shard axis.
 
-    The other arguments are those of `ShardSpec`.
+    The arguments before `local_shard` are those of `ShardSpec`.
     """
 
     def __init__(self, mesh: Mesh, shape: Sequence[int], *args: Any, local_shard: LocalShard, **options: Any) -> None:
@@ -139,13 +140,13 @@ class TensorParallelSpec(ShardSpec):
         return self._local_shard.shape
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
-        """Return the flat spec of a tensor with another shape on the same ranks."""
+        """Return a flat spec for a tensor of another shape that is split over the same ranks."""
         shard = LocalShard(self._local_shard.mesh, self._local_shard.placement, shape)
         options: dict[str, Any] = {"reduction": self.reduction, "local_shard": shard}
         return TensorParallelSpec(self.mesh, shape, placement, self.name, **options)
 
     def boxes(self) -> Iterator[IntervalBox]:
-        """Yield boxes that cover this rank's elements in the whole tensor."""
+        """Yield boxes that cover this rank's elements in the complete tensor."""
         for box in boxes(tuple(self.sharded_shape), self.interval):
             if self.is_chunked:
                 yield from in_whole(box, self.chunking, tuple(self.shape), self._local_shard.rank)
@@ -153,16 +154,16 @@ class TensorParallelSpec(ShardSpec):
                 yield box
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the local shard, as a view of `whole` if it is contiguous."""
+        """Return this rank's local shard of the complete tensor, as a view if the shard is one slice."""
         return self._local_shard.cut(whole)
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from the local shards of the ranks along the axis. A collective along the axis."""
+        """Return the complete tensor from the local shards. This is a collective along the tensor-parallel axis."""
         return self._local_shard.gather(sharded)
 
 
 class TensorParallelRowSpec(TensorParallelSpec, RowSpec):
-    """A `TensorParallelSpec` with intervals that are complete rows of the local shard."""
+    """A `TensorParallelSpec` for intervals that consist of complete rows of the local shard."""
 
     def __init__(self, *args: Any, local_shard: LocalShard, **options: Any) -> None:
         super().__init__(*args, local_shard=local_shard, **options)

@@ -9,7 +9,7 @@ from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this fil
 
 
 def groups_of(placement: Placement) -> tuple[int, int] | None:
-    """Return the dim and number of groups if a placement splits several groups along a dim, or None.
+    """Return (dim, number of groups) if a placement splits each of several groups along a dim, or else None.
 
     Since 2.6.
     """
@@ -17,14 +17,14 @@ def groups_of(placement: Placement) -> tuple[int, int] | None:
 
 
 def rows_of_chunks(chunks: int) -> Placement:
-    """Return the placement of the rows left here by `Shard(0)` over another axis of `chunks` ranks. Since 2.6."""
+    """Return the placement for rows of a tensor that is also split by `Shard(0)` into `chunks` chunks. Since 2.6."""
     return _StridedShard(0, split_factor=chunks)
 
 
 def set_local(dtensor: DTensor, other: DTensor) -> None:
-    """Replace the contents of a DTensor with those of another, in place. Since 2.0.
+    """Replace the contents of a DTensor in place with those of another DTensor. Since 2.0.
 
-    torch's `.data` does not change the part that is stored in Python.
+    Assigning to `.data` alone does not change the attributes that torch stores in Python.
     """
     dtensor.data = other
     dtensor._local_tensor, dtensor._spec = other._local_tensor, other._spec

@@ -1,4 +1,4 @@
-"""Attributes and methods that torch, Transformers and PEFT expect on a module sharded by torch's `fully_shard`."""
+"""Attributes and methods that torch, Transformers and PEFT expect on a module sharded with torch's `fully_shard`."""
 
 from fullshard.features.torch_compat.library_methods import TorchCompat
 from fullshard.features.torch_compat.methods import (

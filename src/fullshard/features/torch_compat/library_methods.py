@@ -1,4 +1,4 @@
-"""Wrap methods of Transformers and PEFT models that expect unsharded parameters, or replace parameters.
+"""Wrappers for methods of Transformers and PEFT models that need unsharded parameters or would replace parameters.
 
 Each module of a sharded model that has such a method gets a wrapper around it.
 """
@@ -24,7 +24,7 @@ from fullshard.features.torch_compat.state import TorchState
 
 
 def replace_methods(module: nn.Module, unit: Unit) -> None:
-    """Wrap the methods of a module that is in the unit, or that contains units."""
+    """Wrap those methods of a module that do not work with sharded parameters."""
     for found_by, name, around in (
         ("save_pretrained", "save_pretrained", _refuse_saving_intervals),
         ("prepare_inputs_for_generation", "generate", functools.partial(_generate_unsharded, unit=unit)),
@@ -36,7 +36,7 @@ def replace_methods(module: nn.Module, unit: Unit) -> None:
 
 
 def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
-    """Make `save_pretrained` of Transformers and PEFT an error, because it would save intervals as weights."""
+    """Wrap `save_pretrained` to raise an error if it would save this rank's intervals as complete weights."""
     save: Any = module.save_pretrained
 
     @functools.wraps(save)
@@ -61,10 +61,10 @@ def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
 
 
 def _keep_version(module: nn.Module) -> Callable[..., Any]:
-    """Keep PEFT's adapters of a parameter (`target_parameters`) from counting as a change of its values.
+    """Wrap `_activate_lora` so that PEFT's adapters of a parameter do not count as a change of the parameter.
 
-    They parametrize the parameter during a forward. torch then assigns the parameter to itself and counts this as a
-    change.
+    During a forward, these adapters (`target_parameters`) parametrize the parameter. torch then assigns the parameter
+    to itself and increments its version counter, although its values stay the same.
     """
     activate: Any = module._activate_lora
 
@@ -81,9 +81,9 @@ def _keep_version(module: nn.Module) -> Callable[..., Any]:
 
 
 def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
-    """Keep the outermost unit unsharded during Transformers' `generate`.
+    """Wrap Transformers' `generate` to keep the outermost unit unsharded while it runs.
 
-    `generate` also computes between forwards (image features, encoder outputs), and that code may use parameters of the
+    Between forwards, `generate` also computes image features and encoder outputs, which may use parameters of the
     outermost unit.
     """
     method: Any = module.generate
@@ -109,7 +109,7 @@ def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
 
 
 def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
-    """Make Transformers' `resize_token_embeddings` an error, because no unit would own the new parameters."""
+    """Wrap `resize_token_embeddings` to raise an error, because the new parameters would not belong to a unit."""
     resize: Any = module.resize_token_embeddings
 
     @functools.wraps(resize)
@@ -129,7 +129,7 @@ def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
 
 
 class TorchCompat(Extension):
-    """Make the units of one model visible to torch.
+    """Gives the modules of one model the attributes and methods that torch, Transformers and PEFT expect.
 
     Attributes:
         post_optim_event: event that the next forward waits for once, before it gathers.
@@ -141,7 +141,7 @@ class TorchCompat(Extension):
     in_flight: int
 
     def assembled(self) -> None:
-        """Provide torch's state object for each unit, and wrap methods that expect unsharded parameters."""
+        """Attach torch's state object to each unit, and wrap library methods that cannot use sharded parameters."""
         self.set_reductions_in_flight(self.in_flight)
         for unit in self.model.units:  # inner units first: each method is wrapped by the innermost unit around it
             for module in unit.modules:
@@ -151,11 +151,11 @@ class TorchCompat(Extension):
                     replace_methods(inner, unit)
 
     def set_reductions_in_flight(self, count: int) -> None:
-        """Set `in_flight`, for the whole model."""
+        """Set `in_flight` for the complete model."""
         self.in_flight = self.model.backward.reducer.order.in_flight = count
 
     def forward_begins(self) -> None:
-        """Wait for the event, because gathers read main weights that another stream may still be writing."""
+        """Wait for `post_optim_event`, because gathers read main weights that another stream may still be writing."""
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None

@@ -20,7 +20,7 @@ from fullshard.features.torch_compat.state import TorchState
 
 
 def replicated(module: object, wrapper: str) -> LifecycleError:
-    """Return the error for wrapping a module that is a unit or contains one."""
+    """Return the error to raise if `wrapper` is put around a module that is a unit or contains one."""
     return LifecycleError(
         f"{wrapper} around a sharded {user_class(module).__name__} would replicate this rank's intervals",
         hint="leave out the wrapper: the units already reduce gradients over all ranks",
@@ -29,7 +29,7 @@ def replicated(module: object, wrapper: str) -> LifecycleError:
 
 @functools.cache
 def check_data_parallel() -> None:
-    """Make DistributedDataParallel reject sharded parameters that it is not told to ignore."""
+    """Make DistributedDataParallel raise an error for sharded parameters that it is not told to ignore."""
     init: Any = DistributedDataParallel.__init__
 
     @functools.wraps(init)
@@ -93,7 +93,7 @@ def _fixed(name: str, is_so: Callable[..., object], why: str) -> Callable[..., N
 
 
 def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: torch.Tensor) -> None:
-    """Call a hook on a stream, ordered after earlier work and before later work."""
+    """Call a hook on a stream, after earlier work on the current stream and before later work on it."""
     if reduced.device.type == "cpu" and not isinstance(stream, torch.cpu.Stream):  # the host is synchronous
         hook(reduced)
         return
@@ -106,10 +106,10 @@ def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: tor
 
 
 class TorchMethods(FSDPModule):
-    """Additional methods for `FSDPModule` besides those of `_FIXED`, with torch's names and arguments."""
+    """The methods of torch's `FSDPModule`, with torch's names and arguments. Methods without effect are in `_FIXED`."""
 
     def reset_iter_state(self) -> None:
-        """Reset the model after a forward or backward that has raised; unreduced gradients are lost.
+        """Reset the model after a forward or backward has raised an error. Gradients that are not yet reduced are lost.
 
         The next step does this automatically. Call this method to do it earlier.
 
@@ -125,27 +125,30 @@ class TorchMethods(FSDPModule):
         schedule.reset()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor for the sum of gradients over all ranks; the default is the number of ranks."""
+        """Set the number by which the sum of gradients over all ranks is divided; by default, the number of ranks."""
         require_unit(self).reduction.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`. This is its older name."""
+        """Call `set_gradient_divide_factor`. This is torch's older name for that method."""
         self.set_gradient_divide_factor(factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether backward unshards the parameters of this unit.
 
-        False suits units with a backward that does not read the parameters, such as an embedding. If backward reads
-        them anyway, autograd raises an error that they have changed.
+        Pass False if the backward of the unit does not read the parameters, as in an embedding. If backward reads them
+        anyway, autograd raises an error that says they were changed.
         """
         require_unit(self).unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Set the units to unshard while this one runs forward, instead of the next in recorded order."""
+        """Set the units to unshard while this unit runs forward. The default is the next unit in recorded order."""
         require_unit(self).prefetched_in_forward = [require_unit(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Set the units to unshard while this one runs backward, instead of the one before it in recorded order."""
+        """Set the units to unshard while this unit runs backward.
+
+        The default is the unit before this one in recorded order.
+        """
         require_unit(self).prefetched_in_backward = [require_unit(module) for module in modules]
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
@@ -156,8 +159,9 @@ class TorchMethods(FSDPModule):
 
         Args:
             hook: the function, or None to remove it.
-            stream: stream to call it on, ordered with the work before and after. Not allowed with a replicate axis,
-                because the engine reduces gradients along that axis on a separate stream.
+            stream: the stream to call it on, after earlier work and before later work on the current stream. Not
+                allowed with a replicate axis, because the engine reduces gradients along that axis on a separate
+                stream.
 
         Raises:
             ConfigError: A stream is given, and there is a replicate axis.
@@ -174,7 +178,10 @@ class TorchMethods(FSDPModule):
         unit.reduction.hook = hook if hook is None or stream is None else functools.partial(_on_stream, hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make the next forward wait for `event` before it gathers. Steps of the model itself need no event."""
+        """Make the next forward wait for `event` before it gathers.
+
+        This is needed only if the optimizer runs on another stream than forward.
+        """
         TorchCompat.of(require_unit(self).schedule).post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -193,10 +200,10 @@ class TorchMethods(FSDPModule):
         TorchCompat.of(require_unit(self).schedule).set_reductions_in_flight(max_input_buffers)
 
     def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
-        """Choose whether resharding keeps the memory, so that unsharded parameters keep their addresses.
+        """Choose whether resharding keeps a unit's memory, so that unsharded parameters keep their addresses.
 
-        Kernel graphs (such as CUDA graphs) need this. It takes as much memory as if nothing were freed, and parameters
-        are still gathered each time.
+        Kernel graphs (such as CUDA graphs) need this. It takes as much memory as if the units were never resharded, and
+        parameters are still gathered each time.
         """
         for unit in self._units(recurse):
             unit.keeps_memory = keep_unsharded_storage
@@ -215,8 +222,8 @@ for _name, (_is_so, _why) in _FIXED.items():
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method of a unit, such as `encode` or `generate`, unshard the unit as `forward` does.
 
-    Only the return value of the method may be used for backward. The function has no effect on a module that is not a
-    unit. Its name is torch's.
+    Backward may start only from the return value of the method. If the module is not a unit, the function has no
+    effect. Its name is torch's.
 
     Raises:
         WrapError: The module does not have this method.
@@ -239,7 +246,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Do nothing: models on the same ranks always share communicators and streams. The name is torch's.
+    """Check that the modules are units. Nothing else is needed to share communicators and streams between them.
+
+    Models on the same ranks always share them. The function has torch's name.
 
     Raises:
         WrapError: One of the modules is not a unit.

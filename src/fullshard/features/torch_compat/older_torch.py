@@ -1,4 +1,4 @@
-"""Substitutes for functions that only recent torch releases provide."""
+"""Substitutes for classes that only recent torch releases provide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ except ImportError:  # before 2.12
 
     @dataclass(frozen=True)
     class DataParallelMeshDims:  # type: ignore[no-redef]
-        """The names of the data-parallel axes of a mesh. Several names count as one axis.
+        """The names of the data-parallel axes of a mesh. Several shard or replicate axes act as one axis.
 
         Attributes:
             shard: axis or axes that parameters are sharded along.
