@@ -139,7 +139,10 @@ def consolidate(
     config_from: _ConfigFrom = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the unsharded model to safetensors files. At most 16 MiB of a tensor is in memory at a time."""
+    """Write the unsharded model to safetensors files.
+
+    Large tensors are copied in pieces, so that at most 16 MiB of a tensor is in memory at a time.
+    """
     options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
     _weights(checkpoint, output, **options)
 
@@ -163,7 +166,7 @@ def export(
 ) -> None:
     """Write a checkpoint in a format that other programs read.
 
-    At most 16 MiB of a tensor is in memory at a time, or more if the source format requires it.
+    At most 16 MiB of a tensor is in memory at a time, unless the source format requires whole tensors to be read.
     """
     if to == "hf":
         options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}

@@ -90,11 +90,11 @@ def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
 
 @app.command("explain", cls=RawCommand)
 def explain(context: typer.Context) -> None:
-    """Print every setting as `fullshard launch` would resolve it.
+    """Print every setting with the value that `fullshard launch` would use.
 
-    Each line also shows the source of the value and the default.
+    Each line also shows where the value comes from, and the default.
 
-    fullshard config explain [FILE] [--json] [flags of `fullshard launch`]
+        fullshard config explain [FILE] [--json] [flags of `fullshard launch`]
     """
     from fullshard.cli.launch import read_sources
     from fullshard.config.dialect import shown

@@ -44,8 +44,8 @@ _WHEN: dict[str, Callable[[Answers], bool]] = {
 class Question(NamedTuple):
     """A question about the setting at `path`.
 
-    `choices` lists the possible answers with their descriptions and is empty if the answer is free text. `default` is
-    offered to the user, and `fault` returns what is wrong with an answer, or None.
+    `choices` lists the possible answers with their descriptions, and is empty if the user may enter any text. `default`
+    is the suggested answer. `fault` is a function that describes what is wrong with an answer, or returns None.
     """
 
     path: str
@@ -90,7 +90,7 @@ def _fault(given: Answers, path: str, answer: Any) -> str | None:
 
 
 def run() -> int:
-    """Run the questionnaire, write the file, and explain how to use it; return the exit code.
+    """Ask the questions, write the configuration file, and print how to use it. Return the exit code.
 
     Raises:
         ConfigError: If the input is not a terminal or if the file cannot be written.

@@ -63,7 +63,7 @@ def launch(context: typer.Context) -> None:
 
 
 def read_sources(line: CommandLine, environ: Mapping[str, str]) -> list[Reading]:
-    """Read all sources of settings for a command line.
+    """Read the settings for a command line from its flags, a configuration file, the environment, and Slurm.
 
     If a flag describes the hosts, the Slurm allocation is ignored entirely.
     """
@@ -105,7 +105,11 @@ def _hosts(readings: Sequence[Reading]) -> int:
 
 
 def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
-    """Convert torchrun's number of processes per host to the total number that the schema uses."""
+    """Yield the settings that torchrun's --nproc_per_node stands for, for a job on `hosts` hosts.
+
+    The flag counts processes per host, but the schema holds the total number. The values `cpu` and `gpu` also set the
+    device.
+    """
     if text == "auto":
         return
     if text in ("cpu", "gpu"):

@@ -37,9 +37,9 @@ module of a group has a Typer named `app` instead."""
 
 
 class Commands(TyperGroup):
-    """A group that imports the module of a subcommand on demand.
+    """A command group that imports the module of a subcommand only when it is used.
 
-    Importing all of them would double the startup time.
+    Importing the modules of all subcommands would double the startup time.
     """
 
     def __init__(self, **attributes: Any) -> None:
@@ -54,7 +54,7 @@ class Commands(TyperGroup):
 
 @functools.cache
 def load_command(name: str) -> Any:
-    """Import a subcommand and return its command."""
+    """Import the module of a subcommand, and return the subcommand."""
     module = importlib.import_module(f"fullshard.cli.{name}")
     kind = COMMANDS[name]
     if issubclass(kind, TyperGroup):
@@ -98,7 +98,7 @@ def _options(
 
 
 def _is_named(file: object) -> bool:
-    """Return whether `file` is a path on the command line, a file inside such a path, or a parent folder of one."""
+    """Return whether the command line names `file`, a path inside it, or a folder that contains it."""
     if not isinstance(file, str | Path):
         return False
     words = (word.split("=", 1)[-1] if word.startswith("-") else word for word in sys.argv[1:])

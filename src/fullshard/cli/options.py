@@ -1,4 +1,4 @@
-"""Command-line options generated from the fields of a pydantic model, and commands that pass arguments on unparsed."""
+"""Helpers for commands: parsers, options generated from pydantic models, and commands that do not parse their flags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path_word(text: str) -> Path:
 
 
 def _word(read: Callable[[str], Any], text: str) -> Any:
-    """Parse a command-line value with the reader of the pydantic field."""
+    """Parse a command-line value with `read`, and report an invalid value as a usage error."""
     try:
         return read(text)
     except ValueError as error:
@@ -58,7 +58,10 @@ MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Refuse arguments (such as file names) that are not valid UTF-8, because settings are written as UTF-8."""
+    """Raise `ConfigError` for arguments (such as file names) that are not valid UTF-8.
+
+    Settings are written to files in UTF-8.
+    """
     for word in words:
         try:
             word.encode()
@@ -67,7 +70,7 @@ def check_words(words: Iterable[str]) -> None:
 
 
 class RawCommand(TyperCommand):
-    """A command that leaves its arguments unparsed, because dialects define its flags."""
+    """A command that does not parse its arguments, because its flags include those of other launchers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Store all arguments in `ctx.args` without parsing them."""
@@ -76,7 +79,7 @@ class RawCommand(TyperCommand):
 
 
 class TrainCommand(TyperCommand):
-    """The `fullshard train` command, which names the replacement when a removed option is used."""
+    """The `fullshard train` command. If the user passes a removed option, it names the replacement."""
 
     _anew = "use another --output-dir or remove its checkpoints to start over"
     _hints: ClassVar = {
@@ -88,7 +91,7 @@ class TrainCommand(TyperCommand):
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raise an error if a removed option is used."""
+        """Parse the arguments. Raise `ConfigError` with a hint if they contain a removed option."""
         for flag in (word.partition("=")[0].replace("_", "-") for word in args):
             if flag in self._hints:
                 raise ConfigError(f"fullshard train has no option {flag}", hint=self._hints[flag])

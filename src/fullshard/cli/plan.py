@@ -124,7 +124,10 @@ def plan(
 
 
 def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
-    """Limit `seq_len` to the model's positions, and return a note if an unspecified length was reduced."""
+    """Return a note if the model cannot process `seq_len` tokens, and reduce the length in `given`.
+
+    Raise `ConfigError` instead if the user chose the length, that is, if `given` contains it.
+    """
     if model.positions is None or seq_len <= model.positions:
         return []
     if "seq_len" in given:
@@ -139,7 +142,10 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
 def _question(
     given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None
 ) -> tuple[Job, Cluster, list[str]]:
-    """Return the job, the cluster, and notes, read from the flags and a configuration file. Flags take precedence."""
+    """Return the job and the cluster to plan for, and notes for the user.
+
+    They are read from the flags and from a configuration file, if there is one. Flags take precedence.
+    """
     from fullshard.plan.hardware import parse_cluster, split_devices
 
     if devices is None:
@@ -180,7 +186,7 @@ _UNPLANNED = {
 
 
 def _unplanned(resolved: Resolved) -> list[str]:
-    """Return one line for each setting in a file that makes the run differ from the plan."""
+    """Return a line for each setting of the configuration file that affects the run but that the planner ignores."""
     found = []
     for path, meaning in _UNPLANNED.items():
         setting = resolved.settings.get(path)
@@ -193,7 +199,10 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 def _micro_batch_of(reading: Reading) -> int | None:
-    """Return DeepSpeed's micro-batch size, which a plan needs although a run takes it from the script's data loader."""
+    """Return the micro-batch size from a DeepSpeed file, or None if the file does not set it to a number.
+
+    A run takes the batch size from the script's data loader, but a plan needs the number in the file.
+    """
     entry = reading.entries.get(_MICRO_BATCH)
     if entry is None or entry.value is None or str(entry.value).strip().lower() == "auto":
         return None
@@ -221,7 +230,11 @@ def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], 
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:
-    """Write a configuration that runs the plan. Keep settings of the planned file that a plan does not contain."""
+    """Write a configuration file for the run that was planned.
+
+    If the plan was made for a configuration file (`planned`), keep the settings of that file that a plan does not
+    cover.
+    """
     from fullshard.config.load import load_file
     from fullshard.config.resolve import resolve
     from fullshard.config.write import save_text, write_native

@@ -77,7 +77,7 @@ def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _sections(path: Path, directory: Path, launch_words: Sequence[str]) -> list[str]:
-    """Copy the launcher's sections of a file to a separate file in `directory`, and return the flag that names it."""
+    """Copy the launcher's sections of a configuration file to a file in `directory`. Return the flag that names it."""
     from ruamel.yaml import YAML
 
     from fullshard.config.document import read_document

@@ -1,6 +1,6 @@
-"""The `fullshard simulate` command, which runs the real engine as one rank of thousands.
+"""The `fullshard simulate` command, which runs the real engine as one rank of a job with thousands of ranks.
 
-It needs no data and compares the result with what the planner predicts.
+It needs no data, and compares the engine's work with the planner's prediction.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     settings: dict[str, Any],
 ) -> None:
-    """Run a step of the real engine as one rank of many.
+    """Run one training step of the real engine as a single rank of a large job.
 
-    The step uses no data and no other ranks. Prints how the model is sharded and how many bytes this rank would send.
-    The exit code is 1 if the engine's events or bytes differ from those that `fullshard plan` predicts.
+    The step needs neither data nor the other ranks. Prints how the model is sharded and how many bytes this rank would
+    send. The exit code is 1 if the engine's events or bytes differ from those that `fullshard plan` predicts.
 
     With --timeline, the step runs in virtual time: each stream of the device that --devices names has its own clock,
     and kernels, collectives and launches take as long as the planner assumes. The command then prints the duration of
@@ -79,7 +79,7 @@ def simulate(
 
 
 def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as_json: bool) -> bool:
-    """Print what the engine does, and return whether it differs from the planner's prediction."""
+    """Simulate a step, print what the engine did, and return whether that differs from the planner's prediction."""
     from fullshard.api.virtual.simulation import simulate as run
     from fullshard.api.virtual.simulation import transformers_model
     from fullshard.core.sizes import format_nbytes

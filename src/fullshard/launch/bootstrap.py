@@ -1,11 +1,11 @@
-"""The first code that each process of a job runs: it starts the script as plain Python would, and reports failures.
+"""The first code that runs in each process of a job: it runs the script and reports a failure to the launcher.
 
     python bootstrap.py script PATH ARGUMENTS...
     python bootstrap.py module NAME ARGUMENTS...
     python bootstrap.py program NAME ARGUMENTS...
 
-The launcher starts this file by its path. The file uses only the standard library, so nothing is imported before the
-script's first line that plain Python would not import.
+The launcher starts this file by its path. The file uses only the standard library, so that the script starts with no
+modules imported other than those that plain Python imports.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
 def die_with_launcher() -> None:
-    """End this process when its launcher ends, even if the launcher was killed. Exit immediately on an interrupt."""
+    """Make sure that this process ends when its launcher ends, even if the launcher was killed.
+
+    Also let SIGINT end this process without a traceback, because the launcher handles Ctrl-C.
+    """
     launcher_pid = os.environ.get(LAUNCHER_PID)
     if launcher_pid is None:
         return
@@ -96,7 +99,10 @@ def _ancestors() -> list[int]:
 
 
 def leave_stacks() -> None:
-    """Write every thread's stack to the launcher's directory when the launcher asks, even if the process is blocked."""
+    """Install a signal handler that writes the stacks of all threads to a file in the launcher's directory.
+
+    The launcher sends the signal to find out where the process is. The handler runs even if the process is blocked.
+    """
     directory = os.environ.get(PREEMPTION_DIR)
     if directory is None or sys.platform != "linux":
         return
@@ -134,7 +140,7 @@ def write_report(message: str, callstack: str) -> bool:
 
 
 def main() -> None:
-    """Run the target that the command line names."""
+    """Run the script, module or program that the command line names, and report a failure to the launcher."""
     kind, target, *arguments = sys.argv[1:]
     die_with_launcher()
     if kind == "program":
@@ -161,7 +167,10 @@ def main() -> None:
 
 
 def _finish() -> None:
-    """Create a file that tells the launcher that the script ended without an error, even before the process ends."""
+    """Create a file that tells the launcher that the script has ended without an error.
+
+    The launcher learns this from the file before the process itself ends.
+    """
     if directory := os.environ.get(PREEMPTION_DIR):
         import contextlib
 
@@ -189,7 +198,10 @@ class _ShardTrainers:
     """An import hook that installs fullshard's engine in Transformers' Trainer once the script imports it."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Find no module. If the script imports Transformers, install the engine first."""
+        """Install the engine if the script is importing Transformers.
+
+        Find no module, so that Python continues with the other finders.
+        """
         if name == "transformers":
             sys.meta_path.remove(self)
             if module := os.environ.get(TRAINER_HOOK):
@@ -230,7 +242,10 @@ def _run_script(target: str) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    """Write the failure report and exit. The launcher prints the report of the first failure, so print nothing here."""
+    """Write the failure report and exit.
+
+    Do not print the error, because the launcher prints the report of the first failure.
+    """
     import threading
     import traceback
 

@@ -17,9 +17,10 @@ _PREFIX = "fullshard-copies-"
 
 @contextlib.contextmanager
 def copies_directory() -> Iterator[dict[str, str]]:
-    """Create a directory for copies in memory, and yield the environment variables that pass it to the ranks.
+    """Create a directory for copies of the ranks' state in memory.
 
-    Yield no variables if the host has no in-memory file system. The directory is removed on exit.
+    Yield the environment variables that pass the directory to the ranks, or no variables if the host has no in-memory
+    file system. The directory is removed on exit.
     """
     if not os.access(MEMORY, os.W_OK):
         yield {}

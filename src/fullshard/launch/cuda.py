@@ -1,4 +1,4 @@
-"""The only calls that name CUDA. All other code uses `torch.accelerator`, so that it runs on any accelerator."""
+"""Calls that are specific to CUDA. All other code uses `torch.accelerator`, so that it runs on any accelerator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_available() -> bool:
 
 
 def was_used() -> bool:
-    """Return whether this process has initialized CUDA, after which forked processes cannot use it."""
+    """Return whether this process has initialized CUDA. If it has, processes forked from it cannot use CUDA."""
     return bool(torch.cuda.is_initialized())
 
 
@@ -30,14 +30,15 @@ def computes_bfloat16(device: torch.device) -> bool:
 def seen() -> tuple[tuple[str, int, float], ...]:
     """Return the name, memory and compute capability of each device that torch detects.
 
-    Use this only if no other source has these facts: it starts the CUDA runtime, and then processes cannot be forked.
+    Use this only if no other source has these facts, because it starts the CUDA runtime. Processes that are forked
+    afterwards cannot use CUDA.
     """
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return tuple((each.name, each.total_memory, each.major + each.minor / 10) for each in found)
 
 
 def nccl_version() -> str | None:
-    """Return the version of NCCL that torch was built with, or None if torch has no NCCL or no devices."""
+    """Return the version of NCCL that torch was built with. Return None if torch has no NCCL or sees no devices."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))

@@ -1,4 +1,4 @@
-"""The output of `--dry_run`: the command and the environment of every process, on every host."""
+"""The text that `--dry_run` prints: the command and the environment of every process, on every host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_HOST = ("machine_rank", "node_rank", "dry_run")
 
 
 def describe(line: CommandLine, plan: LaunchPlan) -> str:
-    """Return the page that `--dry_run` prints."""
+    """Return the text that `--dry_run` prints."""
     launch, hosts = plan.launch, plan.launch.num_machines
     lines = [plan.summary(), "", "settings that differ from their defaults, and where they come from:"]
     lines += _settings(plan) or ["  none"]

@@ -28,9 +28,9 @@ def kind_of(wanted: str) -> str:
 
 
 def object_device() -> torch.device | None:
-    """Return the device that the default process group uses to send objects: the CPU, if a backend supports it.
+    """Return the device on which the default process group should exchange Python objects.
 
-    Return None to leave the choice to the backend.
+    It is the CPU if one of the group's backends supports it. Otherwise, return None to leave the choice to the backend.
     """
     sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
     return torch.device("cpu") if sends_from_host else None
@@ -43,6 +43,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the manufacturer's name for a device, or the kind of device if no name is available."""
+    """Return the product name of a device, or the kind of device if no name is available."""
     tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if tell is None else str(tell(device))

@@ -28,7 +28,7 @@ _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem with this environment, and one action that fixes it.
+    """A problem with this environment, and an action that fixes it.
 
     If `is_wrong` is False, the problem only makes runs slower or more fragile.
     """
@@ -40,9 +40,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The results of a trial run of a few ranks: the outcome of each check, by name.
+    """Holds the results of a trial run of a few ranks.
 
-    A check has failed if its outcome begins with `wrong`.
+    `checks` maps the name of each check to its outcome. A check has failed if its outcome begins with `wrong`.
     """
 
     exit_code: int
@@ -104,9 +104,9 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _host_name() -> Iterator[Finding]:
-    """Check that this host's name resolves to an address of this host, as libraries expect.
+    """Yield a finding if this host's name does not resolve to an address of this host, as libraries expect.
 
-    Binding a socket proves it, because a socket can only be bound to a local address.
+    To test the address, bind a socket to it: this is possible only for a local address.
     """
     name = socket.gethostname()
     try:
@@ -190,9 +190,9 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the problems that a trial run shows.
+    """Yield a finding for each problem that a trial run has revealed.
 
-    If the ranks failed, the first of the earlier findings (`seen`) is reported as the most likely cause.
+    If the ranks failed, the finding names the most severe of the earlier findings (`seen`) as the most likely cause.
     """
     for name, outcome in trial.checks.items():
         if outcome.startswith("wrong"):

@@ -1,7 +1,8 @@
 """The ranks of `fullshard doctor --run`, which check the collectives and a sharded step.
 
-Run this module with three arguments: the file for the outcome, the device, and the number of seconds to wait for other
-ranks. Rank 0 writes the file after every check, so that a missing outcome shows which check hung or crashed.
+Run this module with three arguments: the path of the file for the outcomes, the device, and the number of seconds to
+wait for other ranks. Rank 0 writes the file after every check, so that a missing outcome shows which check hung or
+crashed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def main() -> None:
 
 
 def _worst(outcome: str) -> str:
-    """Return the same outcome on every rank: that of the first rank whose check failed."""
+    """Combine the outcomes of a check on all ranks, and return the same result on every rank.
+
+    The result is the outcome on the first rank whose check failed, or on rank 0 if none failed.
+    """
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     wrong = [f"{text} (rank {rank})" for rank, text in enumerate(outcomes) if text.startswith("wrong")]
@@ -90,7 +94,7 @@ def _model(device: torch.device) -> nn.Sequential:
 
 
 def _check_step(device: torch.device) -> str:
-    """Train one model with the same data and optimizer, once replicated and once sharded, and compare the results."""
+    """Train a model with DDP and an equal one sharded. Return whether their losses and parameters agree."""
     ours, theirs = _model(device), _model(device)
     replicated = DistributedDataParallel(theirs)
     for layer in (ours[0], ours[2], ours[4]):

@@ -43,7 +43,7 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. If none of them is set, the job has one process.
 
     Raises:
-        ConfigError: some of the variables are missing, or their values are not consistent numbers.
+        ConfigError: some of the variables are missing, their values are not numbers, or the numbers are inconsistent.
     """
     environ = os.environ if environ is None else environ
     if not {"RANK", "WORLD_SIZE"} & environ.keys():
@@ -86,7 +86,7 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.device:
     """Return the device that this rank computes on, and make it current if it is an accelerator.
 
-    `kind` has the values that `kind_of` accepts.
+    `kind` takes the same values as the argument of `kind_of`.
 
     Raises:
         ConfigError: the kind is unknown, or this host has fewer devices of that kind than ranks.
@@ -111,8 +111,8 @@ def init_process_group_from_environment(
     Do nothing on a second call, or in a single process that was not started by a launcher.
 
     Args:
-        device: the device that this rank computes on, `rank_device(...)` by default. An accelerator gets its own
-            backend (NCCL for CUDA), and Gloo for tensors in host memory. A CPU gets Gloo.
+        device: the device that this rank computes on, `rank_device(...)` by default. For an accelerator, the group uses
+            its own backend (NCCL for CUDA), and Gloo for tensors in host memory. For a CPU, the group uses Gloo.
         timeout_seconds: how long a rank waits for the others. If None, the value comes from `FULLSHARD_TIMEOUT` or the
             launcher's `--timeout`; if neither is set, it is `TIMEOUT_SECONDS`.
 
@@ -120,7 +120,8 @@ def init_process_group_from_environment(
         The rank and world size of this process.
 
     Raises:
-        ConfigError: see `read_rank_environment` and `rank_device`; or the variable's value is not a time.
+        ConfigError: for the reasons listed for `read_rank_environment` and `rank_device`, or because the value of
+            `FULLSHARD_TIMEOUT` is not a number of seconds.
     """
     environment = read_rank_environment()
     if not environment.launched or dist.is_initialized():

@@ -16,14 +16,18 @@ from fullshard.launch.worker import USER_ERROR
 def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure.
 
-    Failures of processes that the launcher `ended` are skipped unless there are no others.
+    `ended` contains the ids of the processes that the launcher ended. Their failures are considered only if there are
+    no others.
     """
     own = {rank: failure for rank, failure in failures.items() if failure.pid not in ended}
     return min((own or failures).items(), key=lambda item: order_of(item[1]))
 
 
 def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
-    """Describe where the other ranks noticed that `rank` had ended. This is used if `rank` left no report."""
+    """Quote up to two messages of other ranks, which say where these ranks noticed that `rank` had ended.
+
+    The launcher uses this if `rank` itself left no report.
+    """
     others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
     lines = [message.partition("\n")[0] for message in others.values() if message]
     return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])
@@ -33,9 +37,9 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
     """Return a sort key that orders failures by the time at which they happened.
 
     A process that ends without a report, through a signal or an exit inside a library, sorts first: the launcher
-    notices its end only after the connection errors that it causes in other ranks. SIGTERM is an exception, because the
-    launcher sends it to the remaining processes. Reports are ordered by the modification time of their files, because
-    the time written in them is in whole seconds.
+    notices its end only after the connection errors that it causes in other ranks. A process that SIGTERM ended sorts
+    last, because the launcher sends SIGTERM to the remaining processes. Reports are ordered by the modification time of
+    their files, because the time written in them is in whole seconds.
     """
     report = Path(failure.error_file)
     if report.is_file():
@@ -44,10 +48,10 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
 
 
 def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last: str = "") -> str:
-    """Return the report on the first rank to fail.
+    """Return the report on the first rank that failed.
 
-    The report holds the complete traceback if the rank left one, and otherwise the last thing it was doing. For a
-    mistake in the settings or the data, which every rank finds, it holds only the message.
+    The report contains the complete traceback if the rank left one, and otherwise the last thing that the rank was
+    doing. For an error in the settings or the data, which every rank detects, it contains only the message.
     """
     message, traceback = left_report(failure)
     if failure.exitcode == USER_ERROR and message is not None:
@@ -64,7 +68,7 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last:
 
 
 def how_it_ended(failure: ProcessFailure) -> str:
-    """Return the name of the signal that ended a process, or its exit code."""
+    """Return the name of the signal that ended a process, or the exit code of a process that exited by itself."""
     if failure.exitcode >= 0:
         return f"exit code {failure.exitcode}"
     try:
@@ -74,7 +78,7 @@ def how_it_ended(failure: ProcessFailure) -> str:
 
 
 def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
-    """Return the message and the traceback that a process left. Each is None if there is none."""
+    """Return the message and the traceback from the report that a process left, or None for each that is missing."""
     try:
         report = read_object(Path(failure.error_file))
         return str(report["message"]["message"]), str(report["message"]["extraInfo"]["py_callstack"])

@@ -1,4 +1,7 @@
-"""The file for a job's events. A job's processes choose the file, and report its path to their launcher."""
+"""Record a job's events in a file.
+
+The processes of the job choose the file and report its path to their launcher, which adds its own events.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def record_events(directory: str | os.PathLike[str]) -> Path:
-    """Record every failure, restart, skipped step, save, load and preemption in a run's directory.
+    """Record every failure, restart, skipped step, save, load and preemption in a file in a run's directory.
 
     `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` call this function for you. A second call with
     the same directory does nothing.
@@ -22,7 +25,7 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
         directory: must be the same on every rank. It is created if it does not exist.
 
     Returns:
-        The file, `events.jsonl`, which has one line of JSON per event (see `docs/reliability.md`).
+        The path of the file `events.jsonl`, which has one line of JSON per event (see `docs/reliability.md`).
     """
     path = local_path(directory).absolute() / JOURNAL_NAME
     if JOURNAL.path == path:

@@ -79,7 +79,7 @@ _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distribu
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """The part of a job that one host runs."""
+    """Describes the part of a job that runs on one host: the command, the number of processes, and the settings."""
 
     command: tuple[str, ...]  # of every worker
     nproc: int
@@ -117,8 +117,8 @@ def run_job(job: LaunchJob) -> int:
     """Run this host's part of a job until all ranks on all hosts end, or one of them fails.
 
     If a rank fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the launcher ends the other processes, and
-    everything they started, within a few seconds. The last thing it prints to standard error is the traceback of the
-    rank that failed first, on whichever host.
+    all processes that they started, within a few seconds. The last thing it prints to standard error is the traceback
+    of the rank that failed first, on whichever host that was.
 
     The launcher passes SIGINT and SIGTERM on to ranks that listen for signals (`launch.preemption`). These ranks have
     the grace period to save and exit; a second signal ends them. SIGUSR1 and SIGUSR2 are always passed on.
@@ -157,7 +157,7 @@ def run_job(job: LaunchJob) -> int:
 
 
 def say(line: str) -> None:
-    """Print one line for the user."""
+    """Print a message from the launcher to standard error."""
     _tell(f"fullshard: {line}\n")
 
 
@@ -220,7 +220,7 @@ class Agent(LocalElasticAgent):
         return MultiHostRendezvous(job.run_id, self._client, server)
 
     def run(self, role: str = "default") -> RunResult:
-        """Run until the job ends."""
+        """Run the workers until the job ends, and return their results."""
         try:
             result: RunResult = super().run(role)
             if self._client is not None:
@@ -251,7 +251,7 @@ class Agent(LocalElasticAgent):
         return exit_code(failure.exitcode)
 
     def _note(self, kind: Happening, message: str = "", **details: Any) -> None:
-        """Record an event in the file that the processes write to, if there is one."""
+        """Record an event in the file that the processes have chosen. Do nothing if they have chosen none."""
         JOURNAL.path = told_by_processes(self._preemption) or JOURNAL.path
         JOURNAL.note(kind, message, **details)
 
@@ -268,7 +268,10 @@ class Agent(LocalElasticAgent):
         return text + (self._scene.done_early(self._ranks, self._world_size) if is_of_a_loss(text) else "")
 
     def _told(self, cause: RootCause) -> str:
-        """Return the report of another host's failure. If a rank hangs on this host, add its stack."""
+        """Return the report of another host's failure.
+
+        If it is a hang, add the stacks of the ranks on this host for which the other ranks waited.
+        """
         return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:
@@ -276,12 +279,12 @@ class Agent(LocalElasticAgent):
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """The global rank of each process on this host, by process id."""
+        """The global rank of each process on this host, keyed by process id."""
         return {worker.id: worker.global_rank for worker in self.get_worker_group().workers}
 
     @property
     def _is_left_last(self) -> bool:
-        """Return whether this host was asked to end, and another host that was allowed to leave has left before it."""
+        """Return whether this host was asked to end and is not the first host to leave this elastic job."""
         return bool(self._membership and self._asked and self._cause and self._cause.lost)
 
     @property
@@ -329,7 +332,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def hear(self, number: signal.Signals) -> None:
-        """Pass a signal on to the workers that listen. Raise `SignalException` if the job must end instead."""
+        """Pass a signal on to the workers that listen for it. Raise `SignalException` if the job must end instead."""
         now, grace = time.monotonic(), self._job.launch.grace_period
         listening = below(listening_in(self._preemption))
         is_again = bool(self._asked) and now - (self._asked[0][1] - grace) >= AGAIN_SECONDS

@@ -1,4 +1,4 @@
-"""The destination of each rank's output, with torchrun's choices: the terminal, files, or both."""
+"""The destination of each rank's output: the terminal, files, or both. The choices are the same as with torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of `--print slurm`, `kubernetes` and `trainjob`: the same run as a batch script or as a manifest."""
+"""The output of `--print slurm`, `kubernetes` and `trainjob`: a batch script or a manifest that starts the same run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
 
 
 def _name(target: str) -> str:
-    """Return a name that both systems accept, made of lower-case letters, digits and dashes."""
+    """Return a job name that Slurm and Kubernetes accept, made of lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", Path(target).stem.lower()).strip("-")[:40] or "fullshard"
 
 
@@ -98,7 +98,10 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
 
 
 def _trainjob(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
-    """Return a TrainJob for the runtime `torch-distributed`, which passes each pod its rank in PET_ variables."""
+    """Return a TrainJob for the runtime `torch-distributed`.
+
+    This runtime passes each pod its rank in environment variables that begin with PET_.
+    """
     hosts = plan.launch.num_machines
     place = []
     if hosts > 1:
@@ -119,7 +122,7 @@ _IMAGE = "REPLACE-WITH-YOUR-IMAGE"
 
 
 def _literal(words: list[str]) -> list[str]:
-    """Double the dollar sign of $(NAME), which Kubernetes would otherwise replace."""
+    """Write every $(NAME) as $$(NAME), because Kubernetes would otherwise substitute a variable."""
     return [word.replace("$(", "$$(") for word in words]
 
 

@@ -1,10 +1,13 @@
-"""A job that hosts may join and leave: its processes restart with the new set of hosts, and this is not a failure.
+"""Jobs that hosts may join and leave while they run. The processes then restart with the new set of hosts.
+
+Such a restart does not count as a failure:
 
     a host is lost            the others restart without it, from the newest checkpoint
     a host joins              processes that listen for signals save after the same step, then all of them restart
     a host is told to end     it saves together with all the others and ends; the others restart
 
-A host that restarts joins at the rendezvous server (`launch.rendezvous_server`), which starts all hosts that are there.
+For a restart, each host joins again at the rendezvous server (`launch.rendezvous_server`), which starts all hosts that
+have joined.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from fullshard.launch.rendezvous_server import RendezvousClient
 
 
 class Membership:
-    """One host's view of the job's membership.
+    """Decides on one host when its processes must restart because hosts have joined or left the job.
 
     Processes leave files in the directory `preemption` to report that they listen for signals, or that a signal is
     stopping them.
@@ -37,7 +40,7 @@ class Membership:
         self._until: float | None = None
 
     def begin(self) -> None:
-        """Record that the processes have been started."""
+        """Reset the state when new processes have been started."""
         self._until = None
 
     def has_changed(self, result: RunResult, *, is_asked: bool) -> bool:
@@ -60,7 +63,10 @@ class Membership:
         return time.monotonic() >= self._until
 
     def _ask_to_save(self) -> float:
-        """Ask the processes to save, and return how many seconds they have: 0 if no process listens for signals."""
+        """Ask the processes to save, and return how many seconds they have to do so.
+
+        Return 0 if no process listens for signals.
+        """
         listening = below(listening_in(self._preemption))
         if not listening:
             self._say(

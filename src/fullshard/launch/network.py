@@ -19,9 +19,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, timeout_seconds: float) -> str:
-    """Return the address of `host`, and wait for it if needed: in a starting cluster, names may resolve late.
+    """Return the address of `host`. If the name does not resolve, try again until the time is over.
 
-    Raises `ConfigError` if the name does not resolve in time.
+    While a cluster is starting, names may not resolve at first. Raises `ConfigError` if the name does not resolve in
+    time.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -44,7 +45,7 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
     Return None if the address belongs to another host, or if a launcher already listens there.
 
     Raises:
-        ConfigError: `must` is set (the address must be this host's), but it is not possible to listen there.
+        ConfigError: it is not possible to listen there although `must` is set, because the address must be this host's.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -60,7 +61,10 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has `address`, for Gloo, or None if the system does not provide it."""
+    """Return the name of the network interface that has `address`, which Gloo needs.
+
+    Return None if the system does not provide the name.
+    """
     if ipaddress.ip_address(address).is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "linux":

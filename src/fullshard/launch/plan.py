@@ -1,4 +1,4 @@
-"""Turn a resolved configuration into the processes to start, on this host and on the others."""
+"""Determine the processes that a resolved configuration starts, on this host and on the others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LaunchPlan:
         return self.per_host * self.launch.num_machines
 
     def handed_over(self) -> RunConfig:
-        """Return the configuration that the processes get.
+        """Return the configuration to pass to the processes.
 
         If the job runs on GPUs, the device is set explicitly, so that a process that finds no GPU raises an error.
         """
@@ -64,7 +64,7 @@ class LaunchPlan:
         return sharding.resolved_strategy().mesh_shape(self.world_size, sharding.resolved_shard_size(self.per_host))
 
     def summary(self) -> str:
-        """Return one line that describes which processes start, and where they start."""
+        """Return one line that describes how many processes start, where they start, and how they shard the model."""
         hosts = self.launch.num_machines
         fewest = f"{self.launch.min_machines} to " if self.launch.is_elastic else ""
         where = "this host" if hosts == 1 else f"{fewest}{hosts} hosts ({self.per_host} each)"
@@ -81,7 +81,7 @@ class LaunchPlan:
 def make_plan(
     line: CommandLine, readings: Sequence[Reading], environ: Mapping[str, str], *, elsewhere: bool = False
 ) -> LaunchPlan:
-    """Fill in unset values, and check as much as possible before anything starts.
+    """Make the plan of a launch: fill in unset values, and check as much as possible before anything starts.
 
     `elsewhere` means that the job will run on other hosts, whose devices cannot be counted here.
     """
@@ -131,7 +131,7 @@ def make_plan(
 
 
 def _without_effect(said: Resolved, device: str) -> Iterator[Note]:
-    """Yield a note for each of the user's settings that has no effect with the other settings."""
+    """Yield a note for each of the user's settings that has no effect in combination with the other settings."""
     launch = said.config.launch
     idle = {
         "gpu_ids": device == "cpu" and "the processes run on processors",
@@ -214,7 +214,7 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _rendezvous_seconds(text: str) -> tuple[float, float]:
-    """Return how many seconds to wait for the required hosts, and for additional ones."""
+    """Read from torchrun's `rdzv_conf` how many seconds to wait for the required hosts, and for additional ones."""
     seconds = {"join_timeout": JOIN_SECONDS, "last_call_timeout": LAST_CALL_SECONDS}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, _, value = item.partition("=")

@@ -8,8 +8,8 @@
             save_checkpoint(...)
             break
 
-The process only records the first signal. The other ranks learn about it at the end of the next backward of a sharded
-model.
+The process that receives the first signal only records it. The other ranks learn about it at the end of the next
+backward pass of a sharded model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _is_armed: list[bool] = []
 
 
 def should_stop() -> bool:
-    """Return whether all ranks must now save and exit. The answer is the same on every rank after the same backward.
+    """Return whether all ranks must now save and exit. All ranks get the same answer after the same backward pass.
 
     The first call installs handlers for SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which keep their usual effect
     until then. Call it once before a loop whose DataLoader has worker processes, so that they inherit the handlers;
@@ -82,9 +82,9 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _hear_no_more() -> None:
-    """Ignore late signals that belong to the same request.
+    """Ignore signals that belong to the same request but arrive late, while the process exits.
 
-    The interpreter removes Python handlers at exit, but an ignored signal stays ignored.
+    At exit, the interpreter removes handlers that are written in Python. A signal that is ignored remains ignored.
     """
     if STOPPING.is_agreed:
         for name in SIGNALS:
@@ -105,7 +105,7 @@ def _tell_launcher(what: str) -> None:
 
 
 def exit_code() -> int:
-    """Return this process's exit code: 0 under a launcher, because the launcher itself reports the preemption."""
+    """Return the exit code for this process. It is 0 under a launcher, because the launcher reports the preemption."""
     return PREEMPTED if STOPPING.is_agreed and PREEMPTION_DIR not in os.environ else 0
 
 

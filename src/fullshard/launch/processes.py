@@ -103,7 +103,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
 
 
 def _cleans_up(pid: int) -> bool:
-    """Return whether a process removes leaked shared memory, and then ends on its own once its users are gone."""
+    """Return whether a process only cleans up leaked shared memory. Such a process ends when no process uses it."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"resource_tracker" in command or b"torch_shm_manager" in command

@@ -1,4 +1,4 @@
-"""The rendezvous between the launchers of a job's hosts, in torchelastic's interface.
+"""The rendezvous between the launchers of a job's hosts, which implements torchelastic's interface.
 
 torch's own rendezvous listens on every interface of the host. This one creates a store on a socket that is bound to a
 single address: the loopback address if the job has one host, and otherwise the address at which the hosts reach one
@@ -59,7 +59,7 @@ def reach_store(address: str, port: int) -> TCPStore:
 class OneHostRendezvous(StaticTCPRendezvous):
     """A rendezvous for a job with one host.
 
-    Every attempt gets a new store, because the keys that the last attempt left in its store would confuse the new one.
+    Every attempt gets a new store, because keys from the previous attempt would confuse the new one.
     """
 
     def __init__(self, run_id: str, port: int) -> None:
@@ -71,7 +71,10 @@ class OneHostRendezvous(StaticTCPRendezvous):
 
 
 class MultiHostRendezvous(OneHostRendezvous):
-    """A rendezvous at a server that runs in the launcher of one of the hosts, which may be this one."""
+    """A rendezvous for a job with several hosts.
+
+    The hosts meet at a server that runs in the launcher of one of them, which may be this host.
+    """
 
     def __init__(self, run_id: str, client: RendezvousClient, server: RendezvousServer | None) -> None:
         super().__init__(run_id, 0)

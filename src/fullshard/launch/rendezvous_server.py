@@ -130,7 +130,10 @@ class Connection:
         self._send(_proof(token, challenge))
 
     def take_proof(self, token: str) -> bool:
-        """Read only the bytes of the answer that have arrived. Return False if the answer is wrong."""
+        """Read the part of the answer that has arrived, without waiting for the rest.
+
+        Return False if the answer is wrong or the connection is closed.
+        """
         try:
             chunk = self.socket.recv(_PROOF_NBYTES - len(self._received))
         except OSError:
@@ -170,7 +173,7 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """The server's record of one host's launcher."""
+    """Holds what the server knows about one host's launcher."""
 
     connection: Connection
     address: str
@@ -191,7 +194,10 @@ class _Peer:
 
 
 class RendezvousServer(threading.Thread):
-    """The meeting point of a job's hosts (`least` to `hosts` of them), which is a thread in one host's launcher."""
+    """The server at which the hosts of a job meet. It runs as a thread in one host's launcher.
+
+    The job needs at least `least` hosts and has room for `hosts`.
+    """
 
     def __init__(
         self,
@@ -334,7 +340,10 @@ class RendezvousServer(threading.Thread):
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
-        """Return whether this host's settings match those of the other hosts. Refuse the hosts that differ."""
+        """Return whether this host's settings match those of the other hosts.
+
+        If they do not match, refuse this host, and also the other host unless its processes are already running.
+        """
         peer.admitted = True
         given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
         for other in self._peers:
@@ -494,10 +503,10 @@ class RendezvousClient:
         )
 
     def report(self, order: tuple[float, float], text: str) -> RootCause | None:
-        """Report a rank that failed on this host, and return the first failure of all hosts.
+        """Report a rank that failed on this host, and return the first failure on any host.
 
-        Return None if the server does not answer. The failure with the smallest `order` is the first: it holds a
-        number, and the time by this host's clock.
+        Return None if the server does not answer. `order` is the result of `failures.order_of`: a number, and the time
+        of the failure by this host's clock. The failure with the smallest `order` is the first.
         """
         kind, when = order
         self._send("failed", order=(kind, when - time.time()), text=text[-_LONGEST_NBYTES // 8 :])
@@ -533,7 +542,10 @@ class RendezvousClient:
             connection.send(kind, **content)
 
     def connect(self, deadline: float | None = None) -> Connection:
-        """Connect to the server if not connected yet. Raise `CommunicationError` if it does not answer in time."""
+        """Return the connection to the server, and open it first if necessary.
+
+        Raise `CommunicationError` if the server does not answer in time.
+        """
         deadline = deadline or time.monotonic() + self._timeout
         say_at = time.monotonic() + FIRST_SAID_SECONDS
         while (connection := self._connection) is None:
@@ -563,7 +575,7 @@ class RendezvousClient:
         return connection
 
     def _open(self) -> Connection:
-        """Return a connection on which the server has accepted the proof. Raise `OSError` if there is none."""
+        """Open a connection to the server and answer its challenge. Raise `OSError` if that fails."""
         opened = socket.create_connection(self._where, timeout=5)
         try:
             connection = Connection(opened)

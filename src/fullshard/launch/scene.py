@@ -1,4 +1,7 @@
-"""A record of what this host's processes were doing when one of them failed, made before the others are ended."""
+"""A record of what the processes on this host were doing when one of them failed.
+
+It is made before the launcher ends the other processes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def _has(text: str, words: Iterable[str]) -> bool:
 
 
 class Scene:
-    """The state of the processes during one attempt.
+    """Holds the state of the processes during one attempt.
 
     Processes write their stacks to `directory` when they receive `STACK_SIGNAL`.
     """

@@ -1,6 +1,6 @@
 """Read the hosts of a job from Slurm's variables.
 
-With them, `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags.
+With these variables, `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _FIRST_PORT, _PORTS = 20000, 10000
 
 
 def read_allocation(environ: Mapping[str, str]) -> Reading:
-    """Return the hosts, this host's rank, the rendezvous address and the number of processes.
+    """Return the settings that a Slurm allocation determines.
 
-    Return an empty reading outside a Slurm allocation.
+    These are the hosts, this host's rank, the rendezvous address and the number of processes. Outside a Slurm
+    allocation, the reading is empty.
 
     Raises:
         ConfigError: the allocation has several hosts, but not exactly one task was started on each.

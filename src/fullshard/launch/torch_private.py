@@ -1,7 +1,7 @@
 """The private names of torch's launcher that fullshard uses.
 
-`comm.torch_private` has all the others, and explains what each docstring states. They are in separate modules because a
-launcher does not need DTensor, and every launch waits for the imports.
+`comm.torch_private` contains the other private names of torch, and explains what each docstring states. The modules are
+separate because a launcher does not need DTensor, whose import would make every launch slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def worker_context(agent: LocalElasticAgent) -> Any:
 
 
 def close_streams(workers: Any) -> None:
-    """Close the launcher's handles of log files. torch closes them only for workers that it has to end. Since 2.0."""
+    """Close the launcher's handles of log files. torch closes them only if it has to end the workers. Since 2.0."""
     for handler in workers.subprocess_handlers.values():
         for file in (handler._stdout, handler._stderr):
             if file is not None:
@@ -43,13 +43,13 @@ def remaining_restarts(agent: LocalElasticAgent) -> int:
 
 
 def grant_restart(agent: LocalElasticAgent) -> None:
-    """Raise the user's limit of restarts by one, for a restart that was not caused by a failure. Since 2.0."""
+    """Raise the user's limit on restarts by one, for a restart that was not caused by a failure. Since 2.0."""
     agent._remaining_restarts += 1
     agent._worker_group.spec.max_restarts += 1
 
 
 def allow_no_restart(agent: LocalElasticAgent) -> None:
-    """Forbid any further restart of the workers, whatever the user set. Since 2.0."""
+    """Forbid any further restart of the workers, whatever limit the user has set. Since 2.0."""
     agent._remaining_restarts = 0
 
 
