@@ -40,15 +40,16 @@ _INHERITED = (
 class ShardedDataLoader(DataLoader[Any]):
     """A rank's part of a data loader.
 
-    Every step deals `batch_size` samples to each rank (or `batch_size` samples over all ranks with `split_batches`). An
+    In every step, each rank gets `batch_size` samples, or its share of `batch_size` samples with `split_batches`. An
     incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or keeps it
-    uneven; `remainder` is the number of its real samples. Samplers with a `generator` (including all of torch's) are
-    seeded with seed + epoch, and so are NumPy's and Python's generators, generators inside nested samplers, and the
-    global generators while samplers draw. Rank 0's order is used on all ranks.
+    uneven. `remainder` is the number of real samples in that step. Samplers with a `generator` (including all of
+    torch's) are seeded with seed + epoch, and so are NumPy's and Python's generators, generators inside nested
+    samplers, and the global generators while samplers draw numbers. All ranks use the order of rank 0.
 
     The epoch advances after each iteration, by the same rule on any number of ranks. A completed iteration counts. An
-    interrupted one also counts, unless an optimizer was prepared and has not stepped since the iteration began. Such an
-    iteration is only a peek, maybe on one rank alone, so the next one starts at the same position.
+    interrupted one also counts, unless an optimizer was prepared and has not stepped since the iteration began. In that
+    case the script only peeked at the loader, maybe on one rank alone, so the next iteration starts at the same
+    position.
 
     Args:
         loader: the loader to divide.
@@ -119,7 +120,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int:
-        """Return the samples per step over all ranks (or batches per step, if the loader's batch size is unknown)."""
+        """Return the number of samples per step on all ranks, or of batches if the loader's batch size is unknown."""
         return self.share.deal.round_size * self.share.samples_per_item
 
     @property
@@ -129,16 +130,16 @@ class ShardedDataLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int | None:
-        """Return the number of real samples in the current step if it was filled up, or None otherwise."""
+        """Return the number of real samples in the current step if it contains repetitions, otherwise None."""
         return None if self._real is None else self._real.samples
 
     def real_rows(self, gathered: int) -> int:
-        """Return how many of the rows gathered in the current step are not repetitions. They come first."""
+        """Return how many of the rows gathered in the current step belong to real samples. These rows come first."""
         ranks = self.share.deal.world_size
         return gathered if self._real is None or ranks == 1 else self._real.rows(gathered, ranks)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration as `epoch`. It still continues from a loaded position if there is one."""
+        """Set the number of the next epoch. If a position was loaded, the next iteration still continues from there."""
         self._place.set_epoch(epoch, self._updates)
 
     def __len__(self) -> int:
@@ -192,7 +193,7 @@ class ShardedDataLoader(DataLoader[Any]):
             return None
 
     def _note_order(self) -> None:
-        """Record the innermost iteration for the check in backward, if all ranks must be in the same iteration."""
+        """Record the order of the innermost iteration, so that backward can check whether all ranks use the same."""
         deal, is_stream = self.share.deal, isinstance(self.dataset, IterableDataset)
         if deal.world_size == 1 or deal.for_all or is_stream or not (deal.even and self.share.depends_on_epoch):
             return
@@ -203,7 +204,10 @@ class ShardedDataLoader(DataLoader[Any]):
             ORDERS.pop(name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
-        """Skip the loader's first `discard` batches. Yield the others, with the real part of their rounds if known."""
+        """Read the loader's batches after the first `discard` ones.
+
+        Each batch comes with the real part of its round, or None if that is not known.
+        """
         given = iter(self.base_dataloader)
         self.share.note_begun()
         for _ in range(discard):
@@ -212,12 +216,12 @@ class ShardedDataLoader(DataLoader[Any]):
             yield from self.share.unpack(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the loop: seed, epoch and consumed items. It is valid on any number of ranks."""
+        """Return the loop's position: seed, epoch and consumed items. Any number of ranks can load it."""
         consumed = self._place.position(self._updates)
         return {"seed": self._seed, "epoch": self.epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position: the next iteration starts after the last batch that was yielded before the save.
+        """Load a position. The next iteration starts after the last batch that was yielded before the save.
 
         Raises:
             DataError: the position does not have the keys of this kind of loader.
@@ -230,8 +234,8 @@ class ShardedDataLoader(DataLoader[Any]):
     def skipping(self, batches: int) -> ShardedDataLoader:
         """Return a copy whose iterations skip the first `batches` steps. Both loaders share their position.
 
-        After a position was loaded, the copy skips `batches` steps of the full epoch, because the script has counted
-        them.
+        If a position was loaded, the copy ignores it and skips `batches` steps from the start of the epoch, because the
+        script itself has counted the steps to skip.
         """
         other = copy.copy(self)
         other.base_dataloader = copy.copy(self.base_dataloader)
@@ -245,10 +249,10 @@ class _Iteration:
     """One iteration over a loader.
 
     Attributes:
-        loaded: items of the epoch that an earlier run consumed.
-        start: items skipped at the start, because an earlier run consumed them or because a script skips them.
-        consumed: items consumed so far, including the skipped ones.
-        begun: optimizer updates when the iteration began, or None if no optimizer was prepared.
+        loaded: the number of items of the epoch that an earlier run consumed.
+        start: the number of items skipped at the start, because an earlier run consumed them or a script skips them.
+        consumed: the number of items consumed so far, including the skipped ones.
+        begun: the number of optimizer updates when the iteration began, or None if no optimizer was prepared.
         outer: the iteration that was current when this one began, if it is still running.
         is_last: whether the current step is the last.
         real: the real part of the current step if it was filled up.
@@ -265,7 +269,10 @@ class _Iteration:
     real: Real | None = None
 
     def counts(self, updates: int | None) -> bool:
-        """Return whether an interrupted iteration counts. If not, it was a peek, maybe on this rank alone."""
+        """Return whether an interrupted iteration counts as completed.
+
+        If it does not, the script only peeked at the loader, maybe on this rank alone.
+        """
         return updates is None or updates > (self.begun or 0)
 
 
@@ -274,7 +281,7 @@ _NONE = _Iteration()
 
 @dataclass(slots=True)
 class _LoopPlace:
-    """The position of a loop: the current or next iteration, and the running iterations, outermost first."""
+    """The position of a loop: its current or next iteration, and the running iterations, outermost first."""
 
     current: _Iteration = field(default_factory=_Iteration)
     under_way: list[_Iteration] = field(default_factory=list)
@@ -284,7 +291,7 @@ class _LoopPlace:
         return self.under_way[-1] if self.under_way else _NONE
 
     def begin(self, skip: int, updates: int | None) -> _Iteration:
-        """Begin and return the next iteration. It leaves out `skip` items if a script asks for that."""
+        """Begin and return the next iteration, without its first `skip` items if a script asked to skip some."""
         last = self.current
         if last.consumed != last.start and last.counts(updates):
             self.current = _Iteration(last.epoch + 1)
@@ -294,14 +301,14 @@ class _LoopPlace:
         return self.current
 
     def leave(self, own: _Iteration, *, is_look: bool) -> None:
-        """Remove a finished or interrupted iteration. After a peek inside another iteration, make that one current."""
+        """Remove a finished or interrupted iteration. After a peek, make the iteration around it current again."""
         self.under_way.remove(own)
         if self.current is own and is_look and own.outer in self.under_way:
             self.current = own.outer
         own.outer = None
 
     def position(self, updates: int | None) -> int:
-        """Return how many items of the epoch are consumed, from which a resumed run continues."""
+        """Return the number of consumed items in the epoch, after which a resumed run continues."""
         current = self.current
         return current.consumed if current in self.under_way or current.counts(updates) else current.loaded
 
@@ -310,14 +317,14 @@ class _LoopPlace:
         self.move_to(epoch, self.current.loaded if is_to_go_on else 0)
 
     def move_to(self, epoch: int, loaded: int) -> None:
-        """Start the next iteration as `epoch`, after the `loaded` items that an earlier run consumed."""
+        """Make the next iteration epoch `epoch`, starting after the `loaded` items that an earlier run consumed."""
         self.current = _Iteration(epoch, loaded, loaded, loaded)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader like `loader` that skips the first `num_batches` batches of every iteration.
 
-    Skipped batches of a map-style dataset are not read, but those of an iterable dataset must be.
+    Skipped batches of a map-style dataset are not read. Those of an iterable dataset have to be read and discarded.
     """
     if not isinstance(loader, ShardedDataLoader):
         loader = ShardedDataLoader(loader)
@@ -325,12 +332,12 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoa
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that orders a loader's samples, even if a batch sampler wraps it."""
+    """Return the sampler that determines the order of a loader's samples, even if it is inside a batch sampler."""
     return getattr(loader.batch_sampler, "sampler", None) or loader.sampler
 
 
 def _refuse_sharded(loader: DataLoader[Any], world_size: int) -> None:
-    """Refuse data that is already divided over the ranks. Dividing it again would leave most of it unread."""
+    """Refuse data that is already divided over the ranks, because most of it would be lost if it were divided again."""
     if world_size == 1:
         return
     if isinstance(sampler_of(loader), DistributedSampler):

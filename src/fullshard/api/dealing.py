@@ -1,4 +1,4 @@
-"""Deal one order of samples to the ranks. The items can be indices, batches or samples.
+"""Division of one order of items among the ranks. The items can be indices, batches or samples.
 
 The order is cut into *rounds*, one per step. Rank r takes the r-th share of each round, so the shares of all ranks, in
 rank order, are the round:
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """The part of a step that is not repeated samples.
+    """The real part of a step: everything except the samples that are repeated to fill it up.
 
     Attributes:
         samples: the number of real samples, which come first.
         dealt: the number of samples on all ranks, including repetitions, or None if it is unknown.
-        batches: the number of real batches if batches are dealt.
+        batches: the number of real batches, if complete batches are dealt.
     """
 
     samples: int
@@ -35,7 +35,11 @@ class Real:
     batches: int | None = None
 
     def rows(self, gathered: int, ranks: int) -> int:
-        """Return how many rows of a gathered tensor to keep: one per sample, or all of equally padded batches."""
+        """Return how many of the `gathered` rows of a tensor are real.
+
+        If each sample has one row, that is the number of real samples. If complete batches were dealt and padded to
+        equal length, it is the number of rows in real batches.
+        """
         if self.batches is None or gathered == self.dealt:
             return self.samples
         return gathered // ranks * self.batches
@@ -43,14 +47,15 @@ class Real:
 
 @dataclass(slots=True)
 class Deal:
-    """The division of each round's items among the ranks.
+    """The rule that divides the items of each round among the ranks.
 
     Attributes:
         rank: this rank.
         world_size: number of ranks.
-        per_rank: items of a round per rank.
+        per_rank: number of items that each rank gets in a round.
         drop_last: drop an incomplete last round instead of filling it up.
-        even: fill it up, so that all ranks have equally many shares of equal size. Scripts can change this at any time.
+        even: fill up an incomplete last round, so that all ranks have the same number of shares of the same size.
+            Scripts can change this at any time.
         for_all: yield the shares of all ranks in rank order, instead of only this rank's share.
     """
 
@@ -67,25 +72,25 @@ class Deal:
         return self.per_rank * self.world_size
 
     def rounds(self, count: int) -> int:
-        """Return the number of this rank's shares of `count` items. It is the same on every rank if `even` is set."""
+        """Return how many shares of `count` items this rank gets. With `even`, it is the same number on every rank."""
         whole, rest = divmod(count, self.round_size)
         if self.drop_last or rest == 0:
             return whole
         return whole + (self.even or rest > self.rank * self.per_rank)
 
     def is_uneven(self, count: int) -> bool:
-        """Return whether some ranks get more shares than others of an order with `count` items."""
+        """Return whether some ranks get more shares than others when `count` items are dealt."""
         rest = count % self.round_size
         return not self.even and not self.drop_last and 0 < rest <= self.round_size - self.per_rank
 
     def shares_of(self, items_of_all: list[T]) -> Iterator[list[T]]:
-        """Yield this rank's share of one round if it is not empty, or the shares of all ranks with `for_all`."""
+        """Yield this rank's share of one round unless it is empty. With `for_all`, yield the shares of all ranks."""
         for rank in range(self.world_size) if self.for_all else (self.rank,):
             if share := items_of_all[rank * self.per_rank : (rank + 1) * self.per_rank]:
                 yield share
 
     def dealt(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
-        """Yield the items of each round for all ranks, with the number of items that are not repetitions."""
+        """Yield the items of each round for all ranks, and the number of these items that are not repetitions."""
         rest = iter(items)
         first = list(itertools.islice(rest, self.round_size))
         rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips faster than a Python loop

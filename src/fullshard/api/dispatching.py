@@ -1,7 +1,8 @@
-"""Read the batches of all ranks on rank 0 and send each rank its own. Other ranks never read the dataset.
+"""Data loading on rank 0, which reads the batches of all ranks and sends each rank its own.
 
-Every rank gets the batches that it would have read itself. Batches are collated separately, so their shapes may differ.
-Rank 0 reads one step ahead, because it must tell each rank whether the batch that it sends is the last one.
+The other ranks never read the dataset. Every rank gets the batches that it would have read itself. Batches are collated
+separately, so their shapes may differ. Rank 0 reads one step ahead, because it must tell each rank whether the batch
+that it sends is the last one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Parcel = tuple[list[Given], bool, str]
 def dispatched(
     read: Callable[[], Iterator[Given]], last_real: Callable[[], Real | None], shares: int
 ) -> Iterator[Given]:
-    """Yield this rank's batches. Each step is a collective.
+    """Yield this rank's batches. In each step, all ranks take part in a collective.
 
     `read` is called only on rank 0, and yields the batches of a step in rank order. If there are more ranks than
     `shares` in a step, neighboring ranks get the same batch.

@@ -8,7 +8,7 @@ from fullshard.launch import RankEnvironment
 
 
 def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
-    """Return the micro-batches per step on these ranks that match `steps` on the maximum number of ranks."""
+    """Return the micro-batches per step that match the global batch of `steps` on the maximum number of ranks."""
     span = elastic_ranks()
     if span is None:
         return steps
@@ -25,5 +25,8 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
 
 
 def _step(least: int, most: int, per_host: int) -> int:
-    """Return the smallest micro-batch count on the most ranks that every allowed number of ranks can divide."""
+    """Return the smallest number of accumulation steps that is possible in an elastic job.
+
+    The micro-batches that `most` ranks run in these steps must be divisible by every allowed number of ranks.
+    """
     return next(n for n in range(1, 10**6) if not any(n * most % ranks for ranks in range(least, most + 1, per_host)))

@@ -24,7 +24,7 @@ def accelerate(
     *,
     mixed_precision: str | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None, ShardedDataLoader | None]:
-    """Shard a model, adapt its optimizer, and divide a data loader over the ranks.
+    """Shard a model, adapt its optimizer to the shards, and divide a data loader over the ranks.
 
     The training loop does not change: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. For gradient
     accumulation, fp16 and metrics over all ranks, use `Accelerator`.
@@ -37,7 +37,7 @@ def accelerate(
         mixed_precision: `no`, `fp32` or `bf16`. Defaults to the launcher's setting, or `no` without a launcher.
 
     Returns:
-        The model, optimizer and loader; None for each one that was not passed.
+        The model, optimizer and loader; None for each object that was not passed.
 
     Raises:
         ConfigError: a setting is wrong, or is `fp16`, which needs an Accelerator for its loss scaling.

@@ -19,7 +19,7 @@ from fullshard.config.schema import RunConfig
 
 
 class Facts(Gathering):
-    """The part of the Accelerator that only provides information."""
+    """The part of the Accelerator that provides read-only information."""
 
     _config: RunConfig
     state: AcceleratorState
@@ -54,10 +54,10 @@ class Facts(Gathering):
 
     @functools.cached_property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """Return a mesh (dp_replicate, dp_shard) for splitting models, or (dp_replicate, dp_shard, tp) with TP.
+        """Return a mesh for splitting models, with the axes (dp_replicate, dp_shard) and, with tensor parallelism, tp.
 
-        The mesh also has Accelerate's joint axes `dp`, `dp_cp` and `dp_shard_cp`. Return None on one rank, and if
-        neither a `ParallelismConfig` nor tensor parallelism needs a mesh.
+        The mesh also has Accelerate's joint axes `dp`, `dp_cp` and `dp_shard_cp`. Return None if there is only one rank
+        or if neither a `ParallelismConfig` nor tensor parallelism needs a mesh.
         """
         tiles, shards = self._tensor_parallel_size, self._shard_size()
         if self.num_processes == 1 or (self.parallelism_config is None and tiles == 1):
@@ -72,22 +72,22 @@ class Facts(Gathering):
 
     @property
     def _tensor_parallel_size(self) -> int:
-        """Return the number of ranks that compute on the same batch, each with a part of every layer."""
+        """Return the number of ranks that compute on the same batch, each with one part of every split layer."""
         return tensor_parallel_size(self.parallelism_config)
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Return the index of this rank's part of every layer."""
+        """Return this rank's index among the ranks that split the layers, which is also the index of its part."""
         return self.process_index % self._tensor_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return the index of the model replica that this rank holds a part of."""
+        """Return the index of the model replica to which this rank's shard belongs."""
         return self.process_index // self._tensor_parallel_size // self._shard_size()
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Return the index of this rank's part within its model replica."""
+        """Return the index of this rank's shard within its model replica."""
         return self.process_index // self._tensor_parallel_size % self._shard_size()
 
     autocast_handler: Any = forwarded("handlers", methodcaller("get", "AutocastKwargs"))
@@ -131,7 +131,7 @@ class Facts(Gathering):
     """True if the current micro-batch ends a step."""
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a model, or a module in it, is spread over several devices (Transformers' `device_map`)."""
+        """Return whether a model or one of its modules is spread over several devices (Transformers' `device_map`)."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def _shard_size(self) -> int:

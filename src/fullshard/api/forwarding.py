@@ -1,4 +1,4 @@
-"""Properties that forward to an attribute of an object that the instance holds."""
+"""Properties that read an attribute of an object that the instance holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def forwarded(path: str, kind: Callable[[Any], Any] | None = None, *, may_set: bool = False) -> Any:
-    """Return a property that reads the value at a dotted path and converts it with `kind`. `may_set` adds a setter."""
+    """Return a property that reads the value at a dotted path, such as `optimizer.state`.
+
+    `kind` converts the value. `may_set` adds a setter.
+    """
     found = attrgetter(path)
     holder, _, name = path.rpartition(".")
 

@@ -1,4 +1,4 @@
-"""Metrics and signals over all ranks: the Accelerator's methods for evaluation loops."""
+"""Collectives for evaluation loops: the Accelerator's methods that gather metrics and share a stop signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gathering(Processes):
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all ranks along the first dimension. See `collectives.gather`.
 
-        With tensor parallelism, only one of the ranks that compute on the same batch contributes.
+        With tensor parallelism, ranks that compute on the same batch contribute only once.
         """
         return self._gather_once(tensor)
 
@@ -73,13 +73,13 @@ class Gathering(Processes):
     def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over all ranks. See `collectives.reduce`.
 
-        With tensor parallelism, ranks that compute on the same batch count once in a sum.
+        With tensor parallelism, ranks that compute on the same batch contribute to a sum only once.
         """
         copies = self._tensor_parallel_size if reduction == "sum" else 1
         return collectives.reduce(tensor, reduction, scale / copies)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along `dim` to the longest on any rank, as Accelerate does, so that they can be gathered."""
+        """Pad tensors along `dim` to the largest size on any rank, as Accelerate does, so that they can be gathered."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
@@ -87,13 +87,13 @@ class Gathering(Processes):
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Return whether any rank has set the flag since the last check. This is a collective."""
+        """Return whether any rank has set the flag since the last check. All ranks must call this."""
         flag = torch.tensor(int(self._trigger), device=self.device)
         self._trigger = False
         return bool(collectives.reduce(flag, "max").item())
 
     def _real_rows(self, rows: int) -> int:
-        """Return how many of the `rows` gathered in the current step are not repetitions."""
+        """Return how many of the `rows` gathered in the current step belong to real samples, not to repetitions."""
         loader = self.gradient_state.active_dataloader
         return loader.real_rows(rows) if isinstance(loader, ShardedDataLoader) else rows
 

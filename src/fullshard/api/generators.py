@@ -1,4 +1,4 @@
-"""Random number generators of torch, Python and NumPy that an object holds."""
+"""Functions that find and seed the random number generators of torch, Python and NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_generator(value: object) -> bool:
 
 
 def held_by(holder: object) -> Iterator[Any]:
-    """Yield the generators in an object's attributes and in those of its samplers."""
+    """Yield the random generators in the attributes of an object, and those in its samplers."""
     for value in getattr(holder, "__dict__", {}).values():
         if is_generator(value):
             yield value
@@ -29,7 +29,10 @@ def held_by(holder: object) -> Iterator[Any]:
 
 
 def seed(generator: Any, number: int) -> Callable[[], object]:
-    """Seed a generator or the module `random` or `numpy.random`. Return a function that restores the previous state."""
+    """Seed a generator, or the module `random` or `numpy.random`.
+
+    Return a function that restores the state as it was before.
+    """
     back: Callable[[], object]
     if isinstance(generator, torch.Generator):
         back = partial(generator.set_state, generator.get_state())

@@ -1,4 +1,4 @@
-"""The Accelerator's data loaders: dividing them over the ranks, and iterating over them."""
+"""The Accelerator's methods that divide data loaders over the ranks and control the iteration over them."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class Loaders(Checkpointing):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let loaders iterated within the block keep their last step uneven, instead of filling it up.
+        """Let a script iterate within the block over loaders whose last step is not filled up.
 
-        If some ranks then have more batches than others, raise an error: all ranks of a sharded model must run
-        together.
+        If some ranks also get more batches than others, raise an error, because all ranks of a sharded model must run
+        every step together.
 
         Args:
             joinables: models and optimizers.
@@ -128,7 +128,7 @@ class Loaders(Checkpointing):
             self._say(message)
 
     def _say_order(self, loader: DataLoader[Any]) -> None:
-        """Report once that a setting for samplers without seeds has no effect, if the script chose it."""
+        """Report once that `use_seedable_sampler=False` has no effect, if the script set it."""
         if not self.dataloader_config.use_seedable_sampler and hasattr(sampler_of(loader), "generator"):
             self._say_once(
                 "use_seedable_sampler=False has no effect: the order of samples depends only on the seed and the "

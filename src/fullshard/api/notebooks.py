@@ -1,4 +1,4 @@
-"""Training from a notebook with Accelerate's launchers. Checks first for errors that would break forked processes."""
+"""Training from a notebook with Accelerate's launchers, after checks for errors that would break forked processes."""
 
 from __future__ import annotations
 

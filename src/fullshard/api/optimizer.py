@@ -1,4 +1,4 @@
-"""The optimizer that `prepare` returns. It steps when the accumulation is complete."""
+"""The optimizer that `prepare` returns. It takes a step only when gradient accumulation is complete."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fullshard.features.nonfinite import was_left_out
 
 
 def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: int) -> None:
-    """Refuse an optimizer with parameters outside all prepared models: ranks would not average their gradients.
+    """Refuse an optimizer with parameters outside all prepared models, because ranks would not average their gradients.
 
-    On one rank, there is nothing to average, so refuse the optimizer only if all its parameters are outside.
+    On one rank, no gradients need to be averaged, so refuse the optimizer only if all its parameters are outside.
     """
     own = {id(parameter) for model in models for parameter in model.parameters()}
     trained, foreign = 0, []
@@ -43,7 +43,7 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
 
 
 def refuse_stand_in(value: Any) -> None:
-    """Refuse an object that is not a real optimizer or scheduler, and therefore would not train the model."""
+    """Refuse an object that only stands in for an optimizer or scheduler, because it would not train the model."""
     name = type(value).__name__
     if isinstance(value, DummyOptim | DummyScheduler):
         raise OptimizerError(
@@ -62,8 +62,9 @@ def refuse_stand_in(value: Any) -> None:
 class AcceleratedOptimizer(Optimizer):
     """Wraps an optimizer. `step` and `zero_grad` do nothing between the micro-batches of one step.
 
-    `step_was_skipped` is True if the last step was skipped because a gradient overflowed in fp16 or was not finite. The
-    list `models` includes models that are prepared later; `ranks` is the number of ranks with different data.
+    `step_was_skipped` is True if the last step was skipped because a gradient overflowed in fp16 or was not finite.
+    `models` is a list to which models that are prepared later are added. `ranks` is the number of ranks with different
+    data.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class AcceleratedOptimizer(Optimizer):
         return result
 
     def _check_parameters(self, closure: Callable[[], Any] | None) -> None:
-        """Check the optimizer's parameters at its first step, because all models are prepared by then."""
+        """Check that the parameters belong to prepared models. At the first step, all models have been prepared."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         trains_alone = any(sharded_parameter_of(p) is None and p.grad is not None for p in parameters)
         if self._ranks > 1 or not (trains_alone or closure):
@@ -145,7 +146,7 @@ class AcceleratedOptimizer(Optimizer):
             self.is_unscaled = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Parameters of a sharded model may be the original, unsharded ones."""
+        """Add a parameter group. It may contain the original, unsharded parameters of a model that is now sharded."""
         self.optimizer.add_param_group(param_group)
         repoint(self.optimizer)
         self._is_checked = False

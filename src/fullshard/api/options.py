@@ -1,4 +1,4 @@
-"""The options of an Accelerator outside its configuration: the project directory, and Accelerate's handlers."""
+"""Options of an Accelerator that are not part of its configuration: the project directory and Accelerate's handlers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.core.paths import local_name
 
 @dataclass
 class ProjectConfiguration(Theirs):  # type: ignore[misc]
-    """Extends Accelerate's class, which defines where `save_state` writes, with asynchronous saving.
+    """Extends Accelerate's class, which sets where `save_state` writes, with asynchronous saving.
 
     Attributes:
         project_dir: base directory.
@@ -43,7 +43,7 @@ _HANDLED = (
 
 
 def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
-    """Return an Accelerator's `kwargs_handlers` by class name. There is always an entry for autocast."""
+    """Return an Accelerator's `kwargs_handlers`, keyed by class name. The result always has an autocast handler."""
     if not isinstance(handlers, Iterable | None):
         raise ConfigError(
             f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}", hint="put it into a list"

@@ -1,11 +1,12 @@
-"""Compare a running job with its plan: the events, the traffic and the memory of one step.
+"""Comparison of a running job with its plan: the events, the traffic and the memory of one step.
 
     check = PlanCheck(model, optimizer, job)
     ...                                     # three steps of training
     print(check.report())
 
-The layout comes from the model. The job provides the remaining settings (accumulation, optimizer). `PlanWatch` does
-this for every model that an `Accelerator` prepares, and reports the result: `fullshard launch --check_plan`.
+The layout comes from the model, and the other settings (accumulation, optimizer) come from the job. With
+`fullshard launch --check_plan`, `PlanWatch` does this for every model that an `Accelerator` prepares, and reports the
+result.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _SENT = {
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Hold the planned and the actual value of one category.
+    """The planned and the actual value of one category.
 
-    The values are bytes, except for the events, which are counted. `planned` is None if the plan has no value, for
-    example for the state of an optimizer without a formula.
+    The values are bytes, except for the category of events, whose values are counts. `planned` is None if the planner
+    cannot predict the value, for example because it has no formula for the state of an optimizer.
     """
 
     category: str
@@ -62,7 +63,7 @@ class Deviation:
 
     @property
     def is_as_planned(self) -> bool:
-        """Return whether there is nothing to report."""
+        """Return whether the actual value is equal to the planned value, or no value was planned."""
         return self.planned in (None, self.found)
 
     def __str__(self) -> str:
@@ -74,15 +75,15 @@ class Deviation:
 
 
 class PlanCheck:
-    """Listen to a sharded model and measure its memory at the end of one step.
+    """Records the events of a sharded model, and compares one step and its memory with the plan.
 
     Args:
         model: a sharded model. A model has only one event sink, which is this object until the step ends.
         optimizer: the optimizer of its parameters.
         job: the planned job.
-        is_state_planned: False if the planner does not support the optimizer, and `job.optimizer` only stands in for
-            it.
-        when_done: called with the report, within `optimizer.step()` of that step, before the update.
+        is_state_planned: False if the planner does not support the optimizer, so that `job.optimizer` is only a
+            placeholder.
+        when_done: called with the report in the `optimizer.step()` of that step, before parameters are updated.
 
     Raises:
         LifecycleError: the model is not sharded.
@@ -163,7 +164,10 @@ class PlanCheck:
         ]
 
     def _compare_state(self) -> Deviation:
-        """Compare the optimizer state of this model's parameters. The optimizer may hold parameters of other models."""
+        """Compare the optimizer state for this model's parameters.
+
+        The optimizer may also hold state for the parameters of other models.
+        """
         row, groups = self._job.planned_optimizer, self._optimizer.param_groups
         held = {id(p) for group in groups for p in group["params"]}
         matrices = {id(p) for group in groups if group.get("algorithm") != "adamw" for p in group["params"]}
@@ -178,9 +182,9 @@ class PlanCheck:
 
 
 class PlanWatch:
-    """Check every pair of a model and an optimizer of its parameters, and report through `say` on every rank.
+    """Checks every pair of a model and an optimizer that trains it, and reports through `say` on every rank.
 
-    The job is the planned job, except that the optimizer settings are read from the optimizer itself.
+    Each check uses the planned job, except that the optimizer settings are read from the optimizer itself.
     """
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
@@ -188,7 +192,7 @@ class PlanWatch:
         self._checks: dict[tuple[int, int], PlanCheck] = {}
 
     def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Listen to each new pair of a sharded model and one of torch's own (re-pointed) optimizers."""
+        """Start a check for each new pair of a sharded model and a (re-pointed) torch optimizer of its parameters."""
         for model, optimizer in itertools.product(models, optimizers):
             own = {id(p) for unit in units_of(model) for b in unit.buckets for p in b.sharded_parameters}
             pair = id(model), id(optimizer)
@@ -208,7 +212,7 @@ class PlanWatch:
         return PlanCheck(model, optimizer, job, is_state_planned=kind is not None, when_done=say)
 
     def close(self) -> None:
-        """End the check. Report the categories that were not compared, and why."""
+        """End the check. Report which models were not compared, and why."""
         if not self._checks:
             self._say("check_plan: nothing was compared, because no optimizer of a sharded model was prepared")
         for check in self._checks.values():
@@ -220,7 +224,7 @@ class PlanWatch:
 
 
 def _gathered(event: Event, unit: UnitLayout) -> int:
-    """Return how many unsharded bytes an event adds. The number is negative if it frees them."""
+    """Return how many bytes of unsharded parameters an event adds, as a negative number if it frees them."""
     match event.kind:
         case EventKind.UNSHARD_ISSUED:
             return unit.gathered_nbytes - unit.decoded_nbytes + unit.coded_nbytes
@@ -245,7 +249,7 @@ def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _compare_events(planned: list[Event], found: list[Event]) -> Deviation:
-    """Compare the events. Count those that match the plan, up to the first mismatch."""
+    """Compare the events. The actual value is the number of events before the first mismatch."""
     pairs = enumerate(itertools.zip_longest(planned, found))
     same, (first, other) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(planned), (None, None)))
     if first is other:
@@ -255,7 +259,7 @@ def _compare_events(planned: list[Event], found: list[Event]) -> Deviation:
 
 
 def _storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the bytes of the storages behind `tensors`, each counted once."""
+    """Return the total size in bytes of the storages of `tensors`. A shared storage counts once."""
     storages = {
         torch_private.storage_id(s): s.nbytes() for t in tensors if t is not None for s in [t.untyped_storage()]
     }
@@ -263,7 +267,7 @@ def _storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> ModelLayout:
-    """Return the layout of a sharded model, with its calls in the order of the events."""
+    """Return the layout of a sharded model, with the units in the order of their forward calls in `events`."""
     output: Any = getattr(model, "get_output_embeddings", lambda: None)
     head, root, mesh = output(), units[-1], units[-1].mesh
     plans = {

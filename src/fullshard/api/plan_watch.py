@@ -1,4 +1,4 @@
-"""Compare one step of an Accelerator's models with the plan, for the setting `training.check_plan`."""
+"""Comparison of one step of an Accelerator's models with the plan, for the setting `training.check_plan`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def watch_plan(accelerator: Accelerator) -> Listener | None:
-    """Return a listener that compares the models of an Accelerator with the plan of its configuration.
+    """Return a listener that compares the models of an Accelerator with the plan for its configuration.
 
-    Return None if the configuration does not request this.
+    Return None if the configuration does not request a comparison.
 
     Raises:
         ConfigError: the check is requested, but the planner does not support such a job.

@@ -1,4 +1,4 @@
-"""Plan for a model object. The shapes come from its modules, so the model can be on the meta device."""
+"""Planning for a model object. Its shapes are read from its modules, so the model can be on the meta device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OF_PEFT = "base_model.model."
 
 
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
-    """Return the engine's units and the parameters of `model`, including dtypes and `requires_grad`.
+    """Return the units into which the engine would divide `model`, with the dtypes and `requires_grad` of parameters.
 
     The operations of a layer are known for the families in `fullshard.plan.families`, which are identified by the
     model's `config`. For other models, activations are not predicted. `policy` is the `policy` argument of
@@ -78,12 +78,12 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
 def plan_model(
     model: nn.Module, devices: str, *, hosts: int | None = None, policy: object = None, **settings: Any
 ) -> Plan:
-    """Predict memory, traffic and time of training `model` with its current dtypes and `requires_grad`.
+    """Predict the memory, traffic and time of training `model`, with its current dtypes and `requires_grad`.
 
     Args:
         model: a model that is not sharded, preferably on the meta device.
         devices: number and type of the devices, for example `8xH100`.
-        hosts: the number of hosts. By default, all hosts are full.
+        hosts: the number of hosts. By default, as few hosts as these devices need.
         policy: selects the modules that become units.
         settings: fields of `fullshard.plan.job.Job`, except `method`, `lora_*` and `base_dtype`, which are read from
             the model.
@@ -120,8 +120,8 @@ def plan_run(
 ) -> Plan | None:
     """Predict a run of `model` that starts now, on the hardware of this rank.
 
-    Return None, after reporting the reason, if the planner does not support the run. `job` holds the fields of a job
-    that are not in the configuration. `say` is called with a line for the user.
+    If the planner does not support the run, report the reason and return None. `job` contains the fields of a job that
+    are not in the configuration. `say` is called with one line of text for the user.
     """
     hosts = max(1, environment.world_size // max(1, environment.local_world_size))
     with warnings.catch_warnings():
@@ -152,7 +152,7 @@ def planned_device(device: torch.device) -> str:
 
 
 def _base_dtype(model: ModelShape) -> str:
-    """Return the most common storage dtype of the weights, among the dtypes that a job supports."""
+    """Return the most common storage dtype of the weights. Only dtypes that a job supports are considered."""
     numels: Counter[str] = Counter()
     for parameter in model.parameters:
         numels[parameter.dtype] += parameter.numel
