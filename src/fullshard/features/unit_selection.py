@@ -1,4 +1,4 @@
-"""Select the modules that become units, and warn if too many parameters stay in the root."""
+"""Selection of the modules that become units, with a warning if too many parameters stay in the root."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from fullshard.wrap.policies import (
 
 
 def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return the input embedding and the head, which should be separate units.
+    """Return the input embedding and the output head, so that each of them can become a unit.
 
-    The outermost unit stays unsharded during a complete step, and its gradient during the complete backward. With a
-    large vocabulary these two modules are most of it.
+    Otherwise, they belong to the outermost unit, which stays unsharded during a complete step, and its gradient during
+    the complete backward. With a large vocabulary, they would be most of that unit.
+
+    Raises:
+        WrapError: The model does not identify them, they share a weight, or one of them is already a unit.
     """
     embedding, head = _named_by(model, "input"), _named_by(model, "output")
     name, hint = type(model).__name__, "leave wrap_embeddings out"
@@ -41,14 +44,14 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the embeddings, and the head if the model identifies it."""
+    """Yield all embeddings of a model, and its output head if the model identifies it."""
     yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
     if (head := _named_by(model, "output")) is not None:
         yield head
 
 
 def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
-    """Return the embedding of the input tokens, or the head, if the model identifies it."""
+    """Return the input embedding or the output head of a model, or None if the model does not identify it."""
     with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either error
         found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
         return found if isinstance(found, nn.Module) else None
@@ -62,7 +65,7 @@ _SHOWN_MODULES = 3
 
 
 def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
-    """Return the modules that `policy` selects as units, in definition order, without duplicates or the root.
+    """Return the modules that `policy` selects as units, in definition order and without duplicates. Omit the root.
 
     Modules that are already units and modules without parameters are skipped. Nested units are allowed.
 
@@ -71,8 +74,8 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
         policy: any value that `parse_policy` accepts.
 
     Warns:
-        UserWarning: The policy is not `NoWrap`, but a large part of the model besides embeddings and head stays in the
-            root. The text gives its fraction, bytes and largest modules.
+        UserWarning: The policy is not `NoWrap`, but a large part of the model stays in the root, not counting
+            embeddings and the head. The text gives the size of this part and its largest modules.
     """
     parsed = parse_policy(policy)
     selected = selected_modules(model, parsed)
@@ -82,9 +85,9 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
 
 
 def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) -> None:
-    """Warn if a large part of `model` is in no unit, because every rank holds it unsharded for a complete step.
+    """Warn if a large part of `model` stays in the root, which every rank holds unsharded during a complete step.
 
-    Embeddings and the head do not count: in small models they are large, and they usually belong to the root.
+    Embeddings and the head do not count, because in small models they are large, and they usually belong to the root.
     """
     inside = {id(p) for unit in units for p in unit.parameters()}
     usual = {id(p) for module in embeddings_of(model) for p in module.parameters()}
@@ -111,7 +114,7 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
 
 
 def _largest(model: nn.Module, rest: dict[int, nn.Parameter], inside: set[int]) -> list[str]:
-    """Return names, classes and sizes of the largest modules with parameters of `rest` and none of a unit."""
+    """Describe the largest modules that have parameters in `rest` and none in a unit: name, class and size of each."""
     found: list[tuple[int, str]] = []
 
     def visit(module: nn.Module, path: str) -> None:

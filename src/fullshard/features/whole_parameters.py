@@ -1,4 +1,4 @@
-"""Keep parameters unsharded for code outside of forward and backward."""
+"""Access to unsharded parameters for code outside of forward and backward."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fullshard.engine.unit_parameters import UnitState
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
-    """Keep all parameters of `model` unsharded inside the block, including forwards, for example for `generate()`.
+    """Keep all parameters of `model` unsharded inside the block, for example for `generate()`.
 
-    Entering is a collective. Inside the block, ranks may run different numbers of forwards. Every rank needs memory for
-    the complete unsharded model.
+    They also stay unsharded during and after forwards in the block. Entering the block is a collective. Inside it,
+    ranks may run different numbers of forwards. Every rank needs memory for the complete unsharded model.
 
     Args:
         model: a sharded model or a part of one.
         writeback: keep in-place changes of the parameters, which must be the same on every rank. Otherwise, changes are
             discarded.
-        recurse: if False, unshard only the units that hold the module's own parameters, for code that uses only a
-            head's weight. All other units are gathered as they are used.
+        recurse: if False, unshard only the units that hold the module's own parameters, for example if the code needs
+            only the weight of a head. All other units are gathered as they are used.
 
     Raises:
         LifecycleError: Called inside a forward or backward. Also raised if parameters were changed without `writeback`
@@ -74,6 +74,6 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
 
 
 def _owners(module: nn.Module) -> list[Unit]:
-    """Return the units that hold the parameters of the module itself."""
+    """Return the units to which the module's own parameters belong, not counting those of its children."""
     held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
     return list(dict.fromkeys(sharded.bucket.owner for sharded in held if sharded is not None))

@@ -1,8 +1,8 @@
-"""The parts of torch's private `fully_shard` state that other code uses, implemented for a unit.
+"""The members of torch's private `fully_shard` state that other code uses, implemented for a unit.
 
-Pipeline stages use it to reduce gradients. Scripts read names, check whether parameters are unsharded, or set whether a
-module is freed after forward. The tables list the members that public code uses. Each of them has the same effect on
-the unit as with torch's engine. All other members raise an error.
+Pipeline stages use this state to reduce gradients. Scripts use it to read names, to check whether parameters are
+unsharded, or to set whether a module is freed after forward. The tables in this module contain the members that public
+code uses. Each of them has the same effect on the unit as with torch's engine. All other members raise an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from fullshard.engine.unit_parameters import UnitState
 
 
 class _View:
-    """A view of a unit; views of one unit are equal. Accessing a member that is in no table is an error."""
+    """Base class of views of a unit. Two views of the same unit are equal.
+
+    `READ` and `SET` contain the members that can be read and set. All other members raise an error.
+    """
 
     READ: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     SET: ClassVar[Mapping[str, Callable[[Unit, Any], None]]] = {}
@@ -55,7 +58,7 @@ class _View:
 
 
 class _Axis(_View):
-    """A view of the axis that parameters are sharded over."""
+    """A view of the mesh axis that a unit's parameters are sharded over."""
 
     READ: ClassVar = {
         "mesh": lambda unit: unit.mesh.device_mesh,  # with the replicate axis if there is one
@@ -77,12 +80,16 @@ class _Parameter(_View):
 
 
 def _is_unsharded(unit: Unit) -> bool:
-    """Return whether parameters are unsharded, even if modules hold sharded ones until they run again."""
+    """Return whether the parameters of a unit are unsharded.
+
+    This can be true while the modules still hold sharded parameters, because modules get the unsharded ones only when
+    they run.
+    """
     return unit.state in (UnitState.GATHERED, UnitState.UNSHARDED)
 
 
 def _reduce_kept(unit: Unit) -> Callable[..., None]:
-    """Return a function that reduces the unreduced gradients of the whole model.
+    """Return a function that reduces all unreduced gradients of the complete model.
 
     Units are reduced in the same order on all ranks. Gradients that were already reduced, through another group or at
     the end of a backward, are not reduced again.
@@ -91,7 +98,7 @@ def _reduce_kept(unit: Unit) -> Callable[..., None]:
 
 
 class _ParameterGroup(_View):
-    """A view of the parameters in all buckets of a unit."""
+    """A view of a unit's parameters, which are in all of its buckets."""
 
     READ: ClassVar = {
         "_module_fqn": lambda unit: unit.name,
@@ -123,10 +130,11 @@ class _Model(_View):
 
 
 class TorchState(_View):
-    """The state of a unit, returned by `fully_shard.state(module)`.
+    """The state of a unit, which `fully_shard.state(module)` returns.
 
-    `torch.distributed.fsdp.register_fsdp_forward_method` wraps a method with `_pre_forward` and `_post_forward`, as
-    does Transformers with `generate`. Here the methods of a unit already unshard its parameters.
+    `torch.distributed.fsdp.register_fsdp_forward_method` puts calls of `_pre_forward` and `_post_forward` around a
+    method. Transformers does so for `generate`. Here these two do nothing, because the methods of a unit unshard its
+    parameters themselves.
     """
 
     READ: ClassVar = {
@@ -145,6 +153,6 @@ class TorchState(_View):
 
 
 def state_of(module: nn.Module) -> TorchState | None:
-    """Return the object for torch's `fully_shard.state(module)`, or None if the module is not a unit."""
+    """Return the state object for torch's `fully_shard.state(module)`, or None if the module is not a unit."""
     unit = unit_of(module)
     return None if unit is None else TorchState(unit)

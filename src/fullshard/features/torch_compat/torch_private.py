@@ -21,7 +21,7 @@ state of torch's engine. If torch renamed them, the overrides would no longer be
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Make torch's composable functions such as `replicate` skip the module's parameters. Since 2.0."""
+    """Make torch's composable functions, such as `replicate`, skip the parameters of the module. Since 2.0."""
     registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
 

@@ -1,10 +1,11 @@
-"""Make torch's own tools use complete gradients instead of this rank's intervals.
+"""Replacements for functions of torch, so that torch's own tools do not use this rank's intervals as complete tensors.
 
-This covers clipping, loss scaling, steps and state dicts of optimizers, DTensors with a parameter's placements,
-collectives called by a script, and gradients that autograd returns to its caller. Without it they would silently give
-wrong results. torch offers no hook in most of these places. Instead, the one function that each of them goes through
-(`core.imports.Replaced`) is replaced with one that refuses or handles sharded parameters, and behaves as before for
-everything else. This happens when something is sharded for the first time; until then torch is not changed.
+They cover clipping, loss scaling, steps and state dicts of optimizers, DTensors with a parameter's placements,
+collectives that a script calls, and gradients that autograd returns to its caller. Without the replacements, these
+would silently give wrong results. torch offers no hook in most of these places. Instead, the one function that all
+calls go through (`core.imports.Replaced`) is replaced. The new function handles sharded parameters or raises an error
+for them, and works as before for everything else. torch is not changed until a model or tensor is sharded for the first
+time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def clip_grad_norm_(
 
 @dataclass(slots=True)
 class _Clipped:
-    """A parameter with the gradient that torch's clipping uses; for sharded ones the plain, faster one."""
+    """A parameter as torch's clipping sees it. For a sharded parameter, `grad` is a plain tensor, which is faster."""
 
     grad: Any
     spec: ShardSpec | None
@@ -80,12 +81,12 @@ class _Clipped:
 
 
 def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamp every gradient element to [-clip_value, clip_value]. No communication."""
+    """Clamp every gradient element to [-clip_value, clip_value]. This does not communicate."""
     torch_clip.clip_grad_value_(_current(parameters), clip_value)
 
 
 def _current(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters, with originals from before sharding replaced by the sharded parameters."""
+    """Return the parameters. Parameters that existed before sharding are replaced by the sharded ones."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -95,7 +96,7 @@ def _current(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> l
 def _local_norm(
     tensors: Sequence[torch.Tensor], order: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """Return the total norm that torch itself computes for these tensors."""
+    """Return the total norm of these tensors as computed by torch's own function, on this rank only."""
     norm: torch.Tensor = torch_private.total_norm.torchs(tensors, order, error_if_nonfinite, foreach)
     return norm
 
@@ -106,7 +107,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Return torch's total norm, in which sharded gradients are summed over the ranks that share them."""
+    """Return the total norm as torch does, but combine the norms of sharded gradients over their ranks."""
     norm_type = float(norm_type)  # torch also accepts "inf"
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     specs = [tensor.spec if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
@@ -124,7 +125,7 @@ def _norm_of(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Return the total norm of tensors that are sharded (with a spec) or unsharded."""
+    """Return the total norm of tensors, each of which has a spec if it is sharded, or None if it is not."""
     sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
     ordinary = []
     for spec, tensor in parts:
@@ -152,9 +153,9 @@ def _group_norm(
     order: float,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Return the norm over the ranks that share the gradients, in float32 or wider.
+    """Return the norm of sharded gradients, over all ranks that share them, in float32 or wider.
 
-    Empty intervals, which are the majority, are skipped.
+    Most ranks have an empty interval of most gradients. Empty intervals are skipped.
     """
     parts = [gradient for gradient in gradients if gradient.numel()]
     # computed over all gradients, so it is equal on every rank
@@ -182,7 +183,7 @@ def _unscale_grads(
     found_inf: torch.Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """Unscale gradients as torch does, then agree on whether any rank found an overflow."""
+    """Unscale gradients as torch does, and let all ranks agree on whether any of them found an overflow."""
     parameters = sharded_parameters(optimizer)
     if any(p.bucket.plan.main_is_on_host for p in parameters):  # gradients are there; torch does not wait
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
@@ -204,13 +205,13 @@ def _unscale_grads(
 
 
 def _check_sent(param: object, param_name: str) -> None:
-    """Check a tensor for a collective as torch does, but first reject a sharded tensor."""
+    """Check a tensor that is passed to a collective as torch does, but raise an error if the tensor is sharded."""
     _refuse_to_send(param)
     torch_private.check_sent.torchs(param, param_name)
 
 
 def _check_sent_list(param: object, param_name: str) -> None:
-    """Check a list of tensors for a collective, each as `_check_sent` does."""
+    """Check a list of tensors that is passed to a collective as torch does, but raise an error if one is sharded."""
     for tensor in param if isinstance(param, list) else ():
         _refuse_to_send(tensor)
     torch_private.check_sent_list.torchs(param, param_name)
@@ -299,7 +300,11 @@ def _make_dtensor(
 
 
 def _made(torchs: Replaced, *args: Any, **options: Any) -> DTensor:
-    """Call a torch function; for a sharded parameter's placements, cut this rank's part from a replica."""
+    """Call a torch function that makes a DTensor, and return its result.
+
+    If the placements are those of a sharded parameter, let torch make a replicated DTensor, and return this rank's part
+    of it as a sharded tensor.
+    """
     *given, device_mesh, placements = args
     ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
@@ -317,7 +322,7 @@ def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
 
 
 def _mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
-    """Return the mesh that corresponds to this torch mesh, or None if there is none."""
+    """Return the mesh of the package that matches torch's mesh, or None if there is none."""
     if not dist.is_initialized():
         return init_mesh(device=torch.device(device_mesh.device_type))  # all meshes of a single process are equivalent
     alike = (mesh for mesh in meshes() if mesh.device_mesh == device_mesh)
@@ -332,7 +337,7 @@ def _spec_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) ->
 
 
 def _check_no_graph(tensor: torch.Tensor) -> None:
-    """Raise if a tensor has a gradient function, because its gradient would silently be lost here."""
+    """Raise `LifecycleError` if a tensor has a gradient function, because autograd would silently lose its gradient."""
     if tensor.grad_fn is not None:
         raise LifecycleError(
             f"a tensor {tuple(tensor.shape)} that requires gradients cannot be distributed like a sharded parameter",
@@ -341,7 +346,10 @@ def _check_no_graph(tensor: torch.Tensor) -> None:
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *args: Any, **options: Any) -> None:
-    """Distribute as torch does: copy its part of the unsharded tensor to the DTensor in each pair."""
+    """Fill DTensors from complete tensors as torch does, but also fill sharded parameters.
+
+    `local_state_dict` contains a pair (DTensor, complete tensor) for each of the keys.
+    """
     others = []
     for key in keys:
         pair = local_state_dict.get(key)
@@ -356,7 +364,7 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
 
 
 def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """Clear gradients as torch does, but without reading each `.grad`, which would wrap sharded gradients."""
+    """Clear gradients as torch does, but without reading `.grad`, which would create a DTensor for each gradient."""
     if set_to_none:
         held = [parameter for parameter in sharded_parameters(self) if parameter.local_grad is not None]
         for parameter in held:
@@ -371,7 +379,10 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
 
 
 def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
-    """Run a backward, but raise if a sharded parameter's gradient would silently be None."""
+    """Run a backward as torch does, but raise `LifecycleError` if it would silently return None as a gradient.
+
+    This happens if the caller asks for the gradient of a sharded parameter, but the graph contains the unsharded one.
+    """
     inputs = args[3] if len(args) > 3 else ()
     wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
     if wanted and options.get("accumulate_grad"):
@@ -404,7 +415,7 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
 
 
 def _give_whole_adapters(module: ModuleType) -> None:
-    """Make `get_peft_model_state_dict` return plain tensors if one process has all of them.
+    """Make PEFT's `get_peft_model_state_dict` return plain tensors if this process holds all elements of the adapters.
 
     The function is replaced in every module that has imported it by name.
     """
@@ -418,14 +429,14 @@ def _give_whole_adapters(module: ModuleType) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return an unsharded tensor if this rank holds all elements, without a gather, or else the value itself."""
+    """Return a plain tensor for a sharded one if this rank holds all of its elements, or else the value itself."""
     is_whole = isinstance(value, ShardedTensor) and value.spec.is_whole
     return value.detach().full_tensor() if is_whole else value
 
 
 @functools.cache
 def install() -> None:
-    """Replace torch's functions. This is called when something is sharded for the first time, not on import."""
+    """Replace torch's functions. This is called when a model or tensor is sharded for the first time, not on import."""
     torch_private.let_dtensors_compute()
     for kind in (ShardedTensor, ShardedParameter, RowTensor, RowParameter):
         torch_private.allow_foreach(kind)

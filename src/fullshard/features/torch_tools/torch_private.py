@@ -74,9 +74,10 @@ run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
 
 
 def keep_every_box(hf_storage: Any) -> None:
-    """Make `HuggingFaceStorageWriter` save a tensor with several boxes on this rank to several files.
+    """Make `HuggingFaceStorageWriter` write all boxes of a tensor if this rank has several of them.
 
-    A file can hold only one tensor of each name, so torch would silently keep only the last box. Since 2.8.
+    A file can hold only one tensor of each name, so torch would silently keep only the last box. Here each further box
+    of a tensor goes to another file. Since 2.8.
     """
     torchs = hf_storage.HuggingFaceStorageWriter._split_by_storage_plan
 

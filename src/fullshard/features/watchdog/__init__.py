@@ -1,4 +1,4 @@
-"""Detection of ranks that hang or that diverge from the others."""
+"""Detection of ranks that hang, or that do something different from the other ranks."""
 
 from fullshard.comm.waiting import PROGRESS
 from fullshard.features.watchdog.data_order import ORDERS, check_orders

@@ -1,7 +1,7 @@
-"""The orders in which this process reads its data. Loaders record them, and ranks compare them.
+"""The orders in which this process reads its data. Data loaders record them, and ranks compare them.
 
-If one rank alone has read a loader before, it is an epoch ahead. The ranks then read some samples twice and others
-never.
+If one rank has read a loader when the others did not, that rank is an epoch ahead. The ranks together then read some
+samples twice and never read others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ ORDERS: Orders = {}
 
 
 def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
-    """Describe how a rank's order of reading one loader differs from that of earlier ranks, or return None.
+    """Return a description of the difference if ranks read one loader in different orders, or else None.
 
-    `orders` contains pairs of a rank and the number of its order, or None if the rank does not read the loader.
+    `orders` contains (rank, number of its current order) for each rank. The number is None if the rank does not read
+    the loader.
     """
     known = [(rank, order) for rank, order in orders if order is not None]
     for rank, order in known:
@@ -39,6 +40,6 @@ HINT = "read the loader on every rank, or call loader.set_epoch(number) on all r
 
 
 def check_orders(orders: Iterable[int | None]) -> None:
-    """Raise if ranks 0, 1, ... read one loader in different orders."""
+    """Raise `DataError` if ranks read one loader in different orders. Entry i of `orders` is the order of rank i."""
     if (found := difference(enumerate(orders))) is not None:
         raise DataError(found, hint=HINT)

@@ -1,10 +1,10 @@
-"""Check that all ranks do the same in each step, or report the rank that does not.
+"""Check that all ranks do the same in each step, and report a rank that does something different.
 
-Before the first forward the ranks compare the model and the loaded weights. During that forward they compare the
-current unit before each unit is unsharded. The message that ends a backward carries a digest of what the rank has done
-since the last step: loads, units in order, backwards, failures, optimizer steps, the step of the run, learning rates
-and data orders. A failure is reported to waiting ranks (`watchdog`), because the rank that has caught the error
-continues elsewhere.
+Before the first forward, the ranks compare the model and the loaded weights. During that forward, they compare which
+unit they are at before each unit is unsharded. The message that ends a backward carries a digest of what the rank has
+done since the last step: loads, units in order, backwards, failures, optimizer steps, the step of the run, learning
+rates and data orders. If a script catches an error on one rank and continues, the ranks that wait for it are told of
+the error (`watchdog`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ORDER_HINT = (
 
 
 class DesyncDetection(Extension):
-    """Compare what the ranks of one model do."""
+    """Compares what the ranks of one model do in each step."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
@@ -56,11 +56,11 @@ class DesyncDetection(Extension):
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
     def absorbed(self, earlier: Extension) -> None:
-        """Add the loads of a model that became part of this one."""
+        """Add the number of loads of a model that became part of this one."""
         self._loads += cast("DesyncDetection", earlier)._loads
 
     def loaded(self, unit: Unit) -> None:
-        """Count a load of weights into a unit."""
+        """Count that weights were loaded into a unit."""
         self._loads += 1
 
     def before_first_use(self, *, in_forward: bool) -> None:
@@ -83,15 +83,15 @@ class DesyncDetection(Extension):
     # -- counters -----------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Tell the watchdog that a step begins, so that it can measure the duration of steps."""
+        """Tell the watchdog that a step begins, so that it can measure how long steps take."""
         WATCHDOG.begin_step(time.monotonic())
 
     def forward_begins(self) -> None:
-        """Clear the list of units that the previous forward has run."""
+        """Clear the list of units that ran in the previous forward."""
         self._forward = []
 
     def call_begins(self, unit: Unit) -> None:
-        """Check that all ranks are at this unit in the first forward, before this rank waits for the others."""
+        """In the first forward, check that all ranks have reached the same unit, before this rank waits for them."""
         if not self.is_order_verified:
             self._compare_first(f"unit {unit.name!r}")
         elif unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING:
@@ -103,9 +103,10 @@ class DesyncDetection(Extension):
         self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Count a failed forward.
+        """Count the forward as failed if it has raised an error.
 
-        A forward that has not communicated is not counted, because it does not affect the other ranks.
+        A forward that failed before it communicated is not counted, because it does not affect the other ranks. After
+        the first complete forward, check that it has ended on all ranks.
         """
         if failed:
             error = sys.exc_info()[1]  # None if the forward was interrupted earlier
@@ -117,15 +118,15 @@ class DesyncDetection(Extension):
         self._has_gathered = False
 
     def backward_fails(self) -> None:
-        """Count a failed backward. `features.torch_tools` reports the error itself a moment later."""
+        """Count a failed backward. The error itself is passed to the watchdog later, in `features.torch_tools`."""
         self._fail("a backward", None)
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Count a backward that all ranks have completed."""
+        """Count a backward that has ended on all ranks."""
         self._backwards += 1
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Record the optimizer that steps."""
+        """Record that this optimizer steps, so that its learning rates can be compared."""
         if self._backwards:
             self._stepped.clear()
         if all(groups is not optimizer.param_groups for _, groups in self._stepped):
@@ -138,16 +139,16 @@ class DesyncDetection(Extension):
         WATCHDOG.failed([self._mesh.control_group], what, error)
 
     def forget_failures(self) -> None:
-        """Forget failures on all ranks, which start again together."""
+        """Reset the count of failures, because all ranks start again from the same point."""
         self._failures = 0
         WATCHDOG.forget_failures(self._mesh.groups)
 
     # -- end of backward ----------------------------------------------------------------------------------------
 
     def message(self) -> bytes:
-        """Return nine bytes that summarise what this rank has done since the last step.
+        """Return nine bytes that summarise what this rank has done since the last optimizer step.
 
-        For the last forward, the digest covers the units with reduced gradients, in their order.
+        The units of the last forward are included in the order in which they ran, if their gradients were reduced.
         """
         launched = set(self.model.backward.reducer.order.launched)
         self._ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
@@ -160,7 +161,7 @@ class DesyncDetection(Extension):
         return struct.pack("=BII", self._loads % 256, entered, zlib.crc32(done))
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Report a difference between the ranks, if there is one. This is then a collective."""
+        """Compare the messages of all ranks, and raise an error that describes the difference if they are not equal."""
         if largest[0] != smallest[0]:
             raise CommunicationError(
                 f"rank {self._mesh.rank}: load_state_dict has loaded {self._loads} units on this rank and a different "
@@ -174,9 +175,9 @@ class DesyncDetection(Extension):
             self.compare()
 
     def compare(self) -> None:
-        """Compare what the ranks have done since the last step. This is a collective.
+        """Compare what the ranks have done since the last step, and raise an error if it differs. This is a collective.
 
-        Ranks that read a loader in different orders get only one warning, because some scripts do so on purpose.
+        If ranks read a loader in different orders, warn only once, because some scripts do so on purpose.
         """
         steps = self.model.optimizer_steps
         lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
@@ -195,7 +196,7 @@ class DesyncDetection(Extension):
                 warnings.warn(f"{found}\nhint: {HINT}", stacklevel=2)
 
     def _rates(self) -> list[list[float]]:
-        """Return the learning rates of every optimizer used in the last step, except rates stored on a device."""
+        """Return the learning rates of each optimizer that ran in the last step, except rates stored on a device."""
         found = []
         for _, groups in self._stepped:
             rates = [group.get("lr") for group in groups]
@@ -209,7 +210,7 @@ def _run_step() -> int:
 
 
 def _describe_structure(units: Sequence[Unit]) -> list[str]:
-    """Return one line per parameter with all properties that affect the layout and the communication."""
+    """Return one line per parameter, which contains every property that affects the layout or the communication."""
     lines = []
     for unit in units:
         if unit.stand_ins is not None:

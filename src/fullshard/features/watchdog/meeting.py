@@ -1,4 +1,4 @@
-"""Wait for all ranks before an operation that cannot be interrupted and cannot name a missing rank."""
+"""A wait for all ranks before an operation that cannot be interrupted and whose errors do not name a missing rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fullshard.comm.waiting import Waiting
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
     """Wait until all ranks of a group have arrived, so that the next operation does not hang.
 
-    The next operation could neither be interrupted nor name the missing rank. The function sends a message from host to
-    host if the group supports it. With an accelerator's collectives, the host either does not wait until it reads a
-    number, or waits until NCCL ends the process, as in NCCL's barrier. Messages between CPUs are watched anyway.
+    If a rank is missing, the wait ends with an error that names it, which the next operation could not do. The wait is
+    a collective between the hosts, and is skipped if the group does not support one. A collective of the accelerator
+    does not help: the host does not wait for it until it reads a result, or, as in NCCL's barrier, waits until NCCL
+    ends the process. On a CPU, nothing is needed, because collectives are watched there anyway.
     """
     host = torch.device("cpu")
     if device.type != "cpu" and torch_private.backend_of(group, host) is not None:

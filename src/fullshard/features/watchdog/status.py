@@ -1,4 +1,4 @@
-"""Status messages in the job's store, which ranks without progress leave to tell others where they are."""
+"""Status messages in the job's store, with which ranks that make no progress tell the others where they are."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ process is ending."""
 
 
 def read_statuses(own: int) -> dict[int, Status]:
-    """Return the status of every rank except this one; empty for ranks that have left none."""
+    """Return the status of every rank except this one. The status is empty if a rank has not written one."""
     others = [rank for rank in range(dist.get_world_size()) if rank != own]
     return dict(zip(others, read([STATUS.format(rank) for rank in others]), strict=True))
 
 
 def read(keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the values under these keys without deleting them, so that other readers find them."""
+    """Return the values under these keys. The keys stay in the store, so that other ranks can read them, too."""
     store = torch_private.default_store()
     if not keys or store.check(list(keys)):
         there = list(keys)  # the usual case: two messages for any number of ranks
@@ -40,19 +40,19 @@ def read(keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def collective(frame: FrameType | None) -> str:
-    """Return the name of the torch collective in the innermost frame, or an empty string if there is none."""
+    """Return the name of the torch collective that runs in `frame`, or an empty string if none does."""
     code = None if frame is None else frame.f_code
     is_one = code is not None and code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_")
     return code.co_name if code is not None and is_one else ""
 
 
 def waits(status: Status) -> bool:
-    """Return whether a rank is alive and waiting for others."""
+    """Return whether a rank is alive and is waiting for other ranks."""
     return bool(status["is_alive"] and (status.get("is_waiting") or status.get("collective")))
 
 
 def parted(statuses: dict[int, Status]) -> str:
-    """Return a description if all ranks wait forever in different places, or an empty string if not."""
+    """Return a description if all ranks wait for each other in different places, or else an empty string."""
     places: dict[tuple[str, int], int] = {}
     for rank, status in sorted(statuses.items()):
         what = status.get("what") if status.get("is_waiting") else status.get("collective")
@@ -64,7 +64,7 @@ def parted(statuses: dict[int, Status]) -> str:
 
 
 def met(statuses: dict[int, Status]) -> str:
-    """Return a description if all ranks wait forever in one place, or an empty string if not."""
+    """Return a description if all ranks wait for each other in the same place, or else an empty string."""
     if not all(status["is_alive"] and status.get("is_waiting") for status in statuses.values()):
         return ""
     told = "; ".join(described(rank, status) for rank, status in sorted(statuses.items())[:_NAMED])
@@ -72,18 +72,18 @@ def met(statuses: dict[int, Status]) -> str:
 
 
 def ended() -> str:
-    """Return a description of the ranks that have ended, and their last progress."""
+    """Return a description of the ranks that have ended and what they did last, or an empty string if none have."""
     gone = {rank: status for rank, status in read_statuses(dist.get_rank()).items() if status.get("has_ended")}
     return named(gone) if gone else ""
 
 
 def missing(statuses: dict[int, Status]) -> dict[int, Status]:
-    """Return the statuses of ranks that are not waiting."""
+    """Return the statuses of the ranks that are not waiting, by rank."""
     return {rank: status for rank, status in statuses.items() if not status.get("is_waiting")}
 
 
 def named(statuses: dict[int, Status]) -> str:
-    """Describe the ranks that others wait for: those that are not waiting, or all if there are none."""
+    """Return a description of the ranks that are not waiting, or of all ranks if all of them wait."""
     if not statuses:
         return "the rank is unknown because the job's store does not answer"
     late = missing(statuses) or statuses
@@ -92,7 +92,7 @@ def named(statuses: dict[int, Status]) -> str:
 
 
 def described(rank: int, status: Status) -> str:
-    """Describe a rank's identity and its current activity."""
+    """Return a description of a rank: its process, and what it is doing or did last."""
     store, key = torch_private.default_store(), PROCESS.format(rank)
     name = f"rank {rank}" + (f" ({store.get(key).decode()})" if store.check([key]) else "")
     if "what" not in status:
@@ -111,5 +111,5 @@ def described(rank: int, status: Status) -> str:
 
 
 def are_busy(statuses: dict[int, Status]) -> bool:
-    """Return whether there are ranks, and all of them are doing work that may take long."""
+    """Return whether all of these ranks are doing work that may take long. Return False if there are none."""
     return bool(statuses) and all(status.get("busy") and status["is_alive"] for status in statuses.values())

@@ -1,14 +1,14 @@
-"""Watch how long this process waits for others, name the ranks it waits for, and end the wait at its timeout.
+"""Watch how long this process waits for other ranks, report which ranks are missing, and end the wait at its timeout.
 
-A thread checks twice per second. If a rank has made no progress for some seconds, whether it waits or computes, its
-thread leaves its status in the job's store. A rank that has waited for long can then read which ranks are not waiting,
-and what they are doing instead. While steps follow one another, nothing is sent.
+A thread checks twice per second. If a rank has made no progress for some seconds, because it waits or computes, its
+thread writes the rank's status to the job's store. A rank that has waited for a long time reads there which ranks are
+not waiting, and what they are doing instead. While steps make progress, nothing is sent.
 
-If a script catches an error on one rank, for example in a backward, the other ranks wait at a point that this rank will
-not reach. The store therefore also counts errors. Ranks that wait and see more errors on other ranks than their own
-know that they wait in vain. While the job has had no error, a check for errors reads a single number.
+If a script catches an error on one rank, for example in backward, the other ranks wait at a point that this rank will
+not reach. Therefore the store also counts errors. If a waiting rank sees that another rank has had more errors than it
+has had itself, it ends the wait. As long as the job has had no error, this check reads only one number.
 
-If all ranks wait without progress, but in different places, they have diverged.
+If all ranks wait without progress, but in different places, they have diverged, and the wait ends, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
 
 @contextlib.contextmanager
 def naming_the_missing() -> Iterator[None]:
-    """Print once on stderr that this rank waits for others if the block takes long."""
+    """If the block takes long, print one message on stderr that this rank is waiting for others."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     timer = threading.Timer(LAUNCHED_SECONDS if is_launched else BY_HAND_SECONDS, _say_who_is_missing)
     timer.daemon = True
@@ -78,12 +78,12 @@ _STALL_SECONDS = 30.0
 
 
 def seconds_to_wait(steps: int, slowest: float) -> float:
-    """Return the maximum duration of a wait after `steps` steps if the script has not set a timeout."""
+    """Return the maximum duration of a wait after this number of steps, if the script has not set a timeout."""
     return TIMEOUT_SECONDS if steps < 1 else min(TIMEOUT_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
 
 
 def stall_seconds(limit: float) -> float:
-    """Return the seconds after which a wait with this limit is reported."""
+    """Return how many seconds a wait with this limit may take before it is reported."""
     return min(_STALL_SECONDS, limit / 2)
 
 
@@ -113,7 +113,7 @@ _NCCL_SECONDS = 600.0
 
 
 class Watchdog(Watcher):
-    """The watchdog of this process.
+    """The watchdog thread of this process and the data it uses.
 
     Attributes:
         groups: the process groups that this process may wait in.
@@ -131,7 +131,7 @@ class Watchdog(Watcher):
         self._forget_world()
 
     def joining(self) -> contextlib.AbstractContextManager[None]:
-        """Print the missing ranks if the block, in which ranks join the job, takes long."""
+        """Return a context in which ranks join the job. If this takes long, print that this rank waits for others."""
         return naming_the_missing()
 
     def _forget_world(self) -> None:
@@ -144,9 +144,9 @@ class Watchdog(Watcher):
         self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        """Also watch waits in these groups, which are parts of the default group.
+        """Also watch waits in these groups, whose ranks belong to the default group.
 
-        A None among the groups stands for a rank without peers.
+        An entry is None if this rank has no peers along an axis.
         """
         world = dist.group.WORLD
         if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
@@ -178,14 +178,14 @@ class Watchdog(Watcher):
         self._step_began = now
 
     def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Wait for all ranks if they use accelerators, and report any rank that is missing."""
+        """Before a complete tensor is gathered on accelerators, wait for all ranks, and report missing ranks."""
         if group is not None:
             meet(group, device, "gathering a whole tensor")
 
     # -- failures -----------------------------------------------------------------------------------------------
 
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
-        """Tell the ranks of these groups that an error on this rank has ended their shared work."""
+        """Tell the other ranks of these groups that this rank had an error, so that it will not reach the next wait."""
         for name in [self._name(group) for group in groups if group is not None and group in self.groups]:
             self._failures[name] = self._failures.get(name, (0, ""))[0] + 1, what
             self._unexplained.add(name)
@@ -194,13 +194,13 @@ class Watchdog(Watcher):
             self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Attach the error to the failures that it caused and that have no explanation yet."""
+        """Store the text of an error with all failures that have no explanation yet, because it has caused them."""
         while self._unexplained:
             count, what = self._failures[name := self._unexplained.pop()]
             self._failures[name] = count, f"{what} ({cut(repr(error), _QUOTED)})"
 
     def forget_failures(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
-        """Forget earlier failures in these groups, because all of their ranks are at the same point."""
+        """No longer count earlier failures in these groups, because all of their ranks are at the same point."""
         for group in groups:
             if group is not None:
                 self._rallies[group.group_name] = self._rallies.get(group.group_name, 0) + 1
@@ -209,7 +209,10 @@ class Watchdog(Watcher):
         return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
 
     def reason(self, error: RuntimeError) -> object:
-        """Return why a wait ended in a torch error that only names a socket, or the error itself if unknown."""
+        """Return the reason why a wait has ended with a torch error.
+
+        torch's error often names only a socket. If the cause is unknown, return the error itself.
+        """
         why, text = PROGRESS.given_up, str(error)
         with contextlib.suppress(Exception):  # the store may also be gone
             if not why and self._is_in_its_world:
@@ -223,16 +226,16 @@ class Watchdog(Watcher):
 
     @property
     def limit(self) -> float:
-        """Return the maximum seconds for the current wait."""
+        """Return how many seconds the current wait may take."""
         return self._asked or seconds_to_wait(0 if PROGRESS.is_patient else PROGRESS.step - 1, self.slowest)
 
     @property
     def _is_in_its_world(self) -> bool:
-        """Return whether the default group is the watched one, without keeping that group alive."""
+        """Return whether the default group is still the one that is being watched, without keeping it alive."""
         return self._world is not None and self._world() is dist.group.WORLD is not None
 
     def _run(self) -> None:
-        """Run the thread's loop. Signals are left to the main thread, which the launcher asks for its status."""
+        """Run the loop of the watchdog thread. It blocks signals, which the main thread must receive."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._is_over.wait(_pause(stall_seconds(limit := self.limit))):
             with contextlib.suppress(Exception):  # a group or store is closing, which the waiting thread notices
@@ -310,7 +313,10 @@ class Watchdog(Watcher):
         return own
 
     def _statuses(self, seconds: float) -> dict[int, Status]:
-        """Return other ranks' statuses; `is_alive` if a rank has updated its status within `seconds`."""
+        """Return the statuses of the other ranks after watching them for `seconds`.
+
+        `is_alive` is set for each rank that has updated its status during this time.
+        """
         try:
             before = status.read_statuses(dist.get_rank())
             self._is_over.wait(seconds / 2)
@@ -336,17 +342,17 @@ class Watchdog(Watcher):
         return True
 
     def _tell(self, key: str, text: str) -> None:
-        """Write a text to the store for other ranks, unless it is already there."""
+        """Write a text to the store under this rank's key, unless the store already contains it."""
         if self._told.get(key) != text:
             torch_private.default_store().set(key.format(dist.get_rank()), text)
             self._told[key] = text
 
     def _failure(self, others: dict[int, Status] | None = None) -> str:
-        """Return which rank had an error that other ranks of a group did not have; empty if all had the same errors.
+        """Return a message if a rank has had an error that other ranks of a group did not have, or an empty string.
 
         Args:
-            others: statuses of the other ranks. All ranks with fewer errors must be waiting, because a rank that has
-                not come so far may have the same error later. If None, this is not checked.
+            others: statuses of the other ranks. If given, the ranks with fewer errors must be waiting. A rank that is
+                still running may have the same error later.
         """
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
         if total and (total != self._found[0] or others is not None):  # the explanation may arrive later
@@ -368,7 +374,7 @@ class Watchdog(Watcher):
         return ""
 
     def _say(self, seconds: float, others: dict[int, Status]) -> None:
-        """Print on stderr the ranks that this rank waits for."""
+        """Print on stderr how long this rank has waited and for which ranks, unless they do work that may take long."""
         if status.are_busy(status.missing(others)):
             return
         step = f" (step {PROGRESS.step} of this process)" if PROGRESS.step else ""
@@ -378,7 +384,7 @@ class Watchdog(Watcher):
 
 
 def keep_status_in(path: Path) -> None:
-    """From now on, write to a file what this process waits for or did last."""
+    """Keep a file up to date with what this process is waiting for or did last."""
     file = StatusFile(path)
 
     def tell() -> None:
@@ -389,12 +395,12 @@ def keep_status_in(path: Path) -> None:
 
 
 def _pause(stall: float) -> float:
-    """Return the seconds between two checks."""
+    """Return the seconds between two checks by the watchdog thread."""
     return min(0.5, stall / _LOOKS)
 
 
 def _asked_seconds(group: float, device: torch.device) -> float | None:
-    """Return the timeout set in fullshard, the environment or the default group, or None if none is set."""
+    """Return the timeout in seconds that fullshard, the environment or the default group sets, or None if none does."""
     default = _NCCL_SECONDS if device.type == "cuda" else dist.default_pg_timeout.total_seconds()
     return PROGRESS.limit or timeout_of_environment() or (None if group in (default, TIMEOUT_SECONDS) else group)
 
