@@ -9,20 +9,20 @@ from fullshard.core.dtypes import itemsize
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """One optimizer.
+    """The memory and memory traffic of one optimizer.
 
     Attributes:
         moments: number of state tensors that are as large as the parameter and have the dtype of its main weight.
-        passes: how often its step reads or writes a tensor of that size. A fused optimizer reads the weight, the
-            gradient and the moments, and writes the weight and the moments. Otherwise each operation of torch's loop
-            goes through memory separately. AdamW in torch/optim/adamw.py has 2 passes for the decay, 3 for the first
+        passes: number of times that a step reads or writes a tensor of that size. A fused optimizer reads the weight,
+            the gradient and the moments, and writes the weight and the moments. Other optimizers read and write memory
+            in each of their operations. AdamW in torch/optim/adamw.py has 2 passes for the decay, 3 for the first
             moment, 2 + 4 for the second moment, 2 for its root, 2 for scaling it, 2 for epsilon and 4 for the update.
-            Momentum takes 2 + 3, and its update 3.
-        has_temporaries: whether the loop briefly holds temporaries as large as the parameters.
+            SGD with momentum has 2 + 3 for the momentum, and 3 for the update.
+        has_temporaries: whether a step briefly allocates temporaries as large as the parameters.
         is_torchs: whether it is one of torch's own optimizers, which can step in backward.
-        matrix: the costs of complete matrices for every rank, if the optimizer needs them; the other fields then apply
-            to all other parameters.
-        packed_nbytes: bytes of state per trained parameter that have a dtype of their own.
+        matrix: the costs for parameters that are updated as complete matrices, if the optimizer does that; the other
+            fields then only apply to the other parameters.
+        packed_nbytes: bytes of state per trained element whose dtype does not depend on that of the weight.
     """
 
     moments: int
@@ -33,11 +33,11 @@ class OptimizerRow:
     matrix: OptimizerRow | None = None
 
     def state_nbytes(self, dtype: str) -> float:
-        """Return the bytes of optimizer state per trained parameter that is stored as `dtype`."""
+        """Return the bytes of optimizer state for each trained element that is stored as `dtype`."""
         return self.moments * itemsize(dtype) + self.packed_nbytes
 
     def step_nbytes(self, dtype: str) -> float:
-        """Return the bytes that a step reads and writes per trained parameter that is stored as `dtype`."""
+        """Return the bytes that a step reads and writes for each trained element that is stored as `dtype`."""
         return self.passes * itemsize(dtype) + 2 * self.packed_nbytes
 
 

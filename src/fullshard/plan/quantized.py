@@ -1,4 +1,4 @@
-"""Count how much of a model is quantised, and report when it is less than the user intended."""
+"""Count how much of a model is quantised, and raise an error if it is much less than the user asked for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FEW = 16
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter holds several matrices, like the stacked experts of a layer in Transformers.
+    """Return whether a parameter holds several matrices, such as the stacked experts of a layer in Transformers.
 
-    The matrices are stacked along a separate dim or, as in DBRX, along the rows.
+    The matrices are stacked along a dim of their own or, as in DBRX, along the rows.
     """
     *modules, attribute = name.lower().split(".")
     if len(shape) == 2:
@@ -26,7 +26,10 @@ def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def why_small(name: str, shape: tuple[int, ...]) -> str:
-    """Return why a weight is not worth quantising (it is small or part of a router), or an empty string if it is."""
+    """Return the reason why a weight is not worth quantising, or an empty string if it is worth quantising.
+
+    Small weights and the weights of routers are not.
+    """
     if len(shape) < 2 or math.prod(shape) // max(1, *shape) < _FEW:
         return "small ones"
     modules = name.split(".")[:-1]
@@ -34,25 +37,28 @@ def why_small(name: str, shape: tuple[int, ...]) -> str:
 
 
 def shares(part: Mapping[str, int], whole: int) -> str:
-    """Return a list of the named parts with the number of elements in each, and their share of the whole."""
+    """Return a text that lists each part with its number of elements and its share of the whole.
+
+    The keys of `part` are the names of the parts.
+    """
     each = (f"{what} {format_count(numel)} ({numel / max(1, whole):.1%})" for what, numel in part.items())
     return ", ".join(each) or "nothing"
 
 
 @dataclass(slots=True)
 class Conversion:
-    """Number of elements of a model's own parameters, before quantisation. Adapters are not counted.
+    """Counts of the quantised and the other elements of a model, before quantisation and without adapters.
 
     Attributes:
-        is_asked_for: whether the complete model was to be quantised, and not only single layers.
+        is_asked_for: whether the user asked to quantise the complete model, and not only single layers.
         converted: quantised elements in bitsandbytes' layers.
-        at_rest: elements that are quantised between uses, in any layer, in the form `form`.
-        whole: elements in 16 or 32 bits.
+        at_rest: elements that fullshard stores in the form `form` and decodes for use, in layers of any type.
+        whole: elements that stay in 16 or 32 bits.
         tables: the part of `whole` in embeddings and the head, which bitsandbytes never converts.
         stacked: the part of `whole` in parameters that stack several matrices.
         accepted: the part of `whole` in parameters that the user excluded, without embeddings and the head.
         unadapted: frozen, stacked elements without an adapter, quantised or not.
-        left: the elements of `whole`, by reason or by name.
+        left: the elements of `whole`, keyed by the reason why they are not quantised or by the parameter's name.
     """
 
     is_asked_for: bool = False
@@ -69,7 +75,7 @@ class Conversion:
     def add_whole(
         self, name: str, shape: tuple[int, ...], reason: str, *, is_table: bool, is_accepted: bool = False
     ) -> None:
-        """Count a parameter that stays in 16 or 32 bits, for this reason."""
+        """Count a parameter that stays in 16 or 32 bits for the given reason."""
         numel = math.prod(shape)
         self.left[reason] = self.left.get(reason, 0) + numel
         self.whole += numel
@@ -79,7 +85,7 @@ class Conversion:
 
     @property
     def said(self) -> str:
-        """A line that states how much of the model stays in 16 or 32 bits, and why."""
+        """A message that states how much of the model stays in 16 or 32 bits, and why."""
         total = self.converted + self.at_rest + self.whole
         text = f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in "
         left = f"; left as they are: {shares(self.left, total)}"
@@ -95,7 +101,10 @@ class Conversion:
 
     @property
     def said_of_adapters(self) -> str:
-        """A line that states which weights have no adapter, and why, or an empty string if all weights have one."""
+        """A message that states how many weights have no adapter, and why.
+
+        It is empty if adapters reach all weights.
+        """
         if not self.unadapted:
             return ""
         return (
@@ -104,7 +113,10 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Raise an error if most of the model, apart from embeddings and the head, was not quantised as requested."""
+        """Raise `ConfigError` if the user asked for a quantised model and most of it was not quantised.
+
+        Embeddings, the head and parameters that the user excluded are not counted.
+        """
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
                 f"the model was to be quantised, but {self.said}",

@@ -1,4 +1,4 @@
-"""Show a plan as tables for people, as JSON for programs, and as a configuration to launch."""
+"""Format a plan as tables for the terminal, as JSON values, and as a configuration for `fullshard launch`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.plan.memory import CATEGORIES
 
 
 def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
-    """Return the complete plan as tables."""
+    """Return the complete plan as tables to print."""
     parts: list[RenderableType] = [Text(_headline(plan)), _memory_table(plan), _rest_table(plan)]
     colors = {"fits": "green", "fits, tight": "yellow", "may not fit": "yellow", "does not fit": "red"}
     parts.append(Text(plan.verdict, style=f"bold {colors[plan.confidence]}"))
@@ -99,9 +99,9 @@ def _rest_table(plan: Plan) -> Table:
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
-    """Return a table that shows plans side by side.
+    """Return a table that compares plans, with one row for each.
 
-    Columns with the same value for all plans are omitted, because the plan above the table shows them.
+    A column is omitted if all plans have the same value in it, because the report of the plan above shows that value.
     """
     rows = [_front_row(plan) for plan in plans]
     numbers = ("GiB", "tokens/s", "MFU")
@@ -136,7 +136,7 @@ def _front_row(plan: Plan) -> dict[str, str]:
 
 
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the complete plan as plain values, in bytes and seconds."""
+    """Return the complete plan as values that can be written to JSON. Sizes are in bytes and times in seconds."""
     return {
         "model": {"name": plan.model.name, **_picked(plan, "parameters trainable")},
         "devices": {"kind": plan.cluster.device.name, "count": plan.cluster.count, "hosts": plan.cluster.hosts},
@@ -173,7 +173,10 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
 
 
 def _picked(thing: object, names: str) -> dict[str, Any]:
-    """Return a dict of the named attributes of an object. `key=attribute` stores an attribute under another key."""
+    """Return a dict of attributes of an object, whose names are separated by spaces in `names`.
+
+    `key=attribute` stores an attribute under another key.
+    """
     pairs = (word.partition("=") for word in names.split())
     return {key: getattr(thing, attribute or key) for key, _, attribute in pairs}
 
@@ -181,7 +184,7 @@ def _picked(thing: object, names: str) -> dict[str, Any]:
 def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunConfig:
     """Return the configuration with which `fullshard launch` runs this plan.
 
-    The script must set what a configuration does not contain: batch size, sequence length, optimizer and LoRA.
+    The training script must set what a configuration does not contain: batch size, sequence length, optimizer and LoRA.
     """
     return RunConfig.of_paths(
         {
@@ -196,7 +199,10 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
 
 
 def for_the_script(job: Job) -> str:
-    """Return the settings of a plan that the script must make, because a configuration cannot contain them."""
+    """Return text that lists the settings of a plan that are not in its configuration.
+
+    The training script must make these settings itself.
+    """
     ours, plain = job.of_the_run(), job.__class__.model_fields
     values = {name: value for name, value in job.model_dump().items() if name not in ours}
     named = {n: v for n, v in values.items() if n in ("micro_batch", "seq_len", "optimizer") or v != plain[n].default}

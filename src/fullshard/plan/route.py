@@ -1,4 +1,4 @@
-"""The way in which a group's ranks communicate, for the planner and for collectives in shared memory."""
+"""How the ranks of a group communicate. Both the planner and collectives in shared memory use this."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Route(Enum):
-    """One way in which ranks communicate. Its value is the name that is displayed."""
+    """One way in which ranks communicate. The value is the text that users see."""
 
     NONE = "none"
     NATIVE = "the devices' own links"
@@ -15,7 +15,7 @@ class Route(Enum):
 
     @staticmethod
     def of(ranks: int, *, on_cpu: bool, per_host: int | None) -> Route:
-        """Return the route of a group.
+        """Return how the ranks of a group communicate.
 
         Args:
             ranks: number of ranks in the group.
@@ -30,15 +30,18 @@ class Route(Enum):
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether unsharded parameters are in a permanent buffer of memory that all ranks share."""
+        """Return whether unsharded parameters are in a permanent buffer that all ranks share."""
         return self is Route.SHARED_MEMORY
 
     @property
     def widens(self) -> bool:
-        """Return whether a reduction casts its own input, so that gradients are collected in their original dtype."""
+        """Return whether the reduction itself casts gradients to the dtype of the sum.
+
+        Gradients are then collected in their original dtype.
+        """
         return self is Route.SHARED_MEMORY
 
     @property
     def receives_apart(self) -> bool:
-        """Return whether the intervals to be summed are received in separate buffers."""
+        """Return whether the intervals that a rank receives to sum them are in buffers of their own."""
         return self is Route.POINT_TO_POINT

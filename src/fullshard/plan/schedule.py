@@ -1,12 +1,12 @@
-"""Predict the events that the engine will emit in one optimizer step, without running it.
+"""Predict the events that the engine will emit in one optimizer step, without running the step.
 
-The order comes from `core.schedule`, which the engine also follows. Layout and event types are the same too, so a test
-can check `predict_step(...) == recorded`. Memory, traffic and time that are derived from a predicted step are therefore
-also valid for a recorded one.
+The order of events comes from `core.schedule`, which the engine follows too. Predicted and recorded steps have the same
+layout and event types, so a test can check `predict_step(...) == recorded`. Where they are equal, the memory, traffic
+and time that are computed from the prediction also apply to the recorded step.
 
-Shapes do not show everything. The schedule assumes that every unit runs once per forward, one after another, and that
-the root computes something after the last unit (a norm, a head). If the root returns a unit's own output, backward
-reaches that unit first.
+Some facts cannot be derived from a model's shapes. The schedule assumes that every unit runs once per forward, one
+after another, and that the root computes something after the last unit (a norm, a head). If the head is a unit whose
+output the root returns (`ModelLayout.returns_head`), backward reaches the head first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class ScheduleOptions:
     """The options that determine the order of operations, in addition to the layout.
 
     Attributes:
-        sync_each_micro_batch: reduce after every micro-batch; False means `no_sync` for all but the last.
-        steps_in_backward: the optimizer steps each bucket during the backward of the last micro-batch.
-        is_first_step: the ranks have not agreed on the order of forwards yet, so the first forward does not prefetch.
-        optimizer: the optimizer. Its state only matters if it is copied to the device for each step.
-        shard_rank: the rank to predict, which matters because the last ranks have padding instead of elements.
+        sync_each_micro_batch: whether to reduce after every micro-batch. If not, all but the last use `no_sync`.
+        steps_in_backward: whether the optimizer updates each bucket during the last micro-batch's backward pass.
+        is_first_step: whether this is the first step. Its first forward does not prefetch, because the ranks have not
+            agreed on the order of units yet.
+        optimizer: the optimizer. It only matters if its state is copied to the device for each step.
+        shard_rank: the rank whose step is predicted. It matters because the last ranks may hold padding only.
     """
 
     accumulation: int = 1
@@ -46,7 +47,7 @@ class ScheduleOptions:
 
 
 def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
-    """Return the events of one step on a rank."""
+    """Return the events that one rank emits in one step."""
     run = _Run(model, options)
     for number in range(options.accumulation):
         ahead = options.prefetches_in_forward and not (options.is_first_step and number == 0)
@@ -62,7 +63,7 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
 
 
 class _Run:
-    """The part of the engine's state that determines what happens next. Units are identified by name."""
+    """A copy of the engine's state from which the next events follow. Units are identified by name."""
 
     def __init__(self, model: ModelLayout, options: ScheduleOptions) -> None:
         self.model, self.options, self.steps = model, options, False
@@ -94,7 +95,7 @@ class _Run:
         self.events.append(Event(way, place[0], nbytes, what, place[1]))
 
     def turn(self, unit: UnitLayout) -> None:
-        """Record that forward has left `unit`, and copy its activations to the host."""
+        """Record that forward has left `unit`, so that its activations are copied to the host."""
         if unit.page_nbytes:
             self.pages.append(unit)
             self.events.append(Event(EventKind.TO_HOST, unit.name, unit.page_nbytes, "activations"))
@@ -102,7 +103,7 @@ class _Run:
     def bring(self, unit: UnitLayout) -> None:
         """Record that backward has reached `unit`.
 
-        Wait for its activations, and start copying back those of the unit before it.
+        The unit's activations must then be back on the device, and the copy of the previous unit's activations starts.
         """
         last = self.model.calls[-1]  # the root's activations stay with the last unit's, which never leave the device
         wanted = last if unit is self.model.root else unit
@@ -214,7 +215,7 @@ class _Run:
             self.issue(unit)
 
     def complete(self, unit: UnitLayout, *, reduces: bool, has_input_gradient: bool = False) -> None:
-        """Record that all gradients of the unit's parameters exist."""
+        """Record that all gradients of the unit's parameters have been computed."""
         self.ready.add(unit.name)
         for place in _trainable(unit):
             for due in self.reductions.complete(place):
@@ -239,13 +240,13 @@ class _Run:
             self.step_when_final()
 
     def send_gradient(self, place: _Place) -> None:
-        """Record that a reduction has finished, and copy its gradient to the host if the main weights are there."""
+        """Record that a reduction has finished. Its gradient is copied to the host if the main weights are there."""
         bucket = self.bucket(place)
         if bucket.main_is_on_host:
             self.move(EventKind.TO_HOST, place, bucket.reduced_nbytes, "gradient")
 
     def step_when_final(self) -> None:
-        """Step the optimizer for buckets with final gradients, by the same rule as the engine's method of this name."""
+        """Step the optimizer for buckets whose gradients are final, by the rule of the engine's method of this name."""
         if not self.steps:
             return
         sizes = self.model.shard_size, self.model.replicate_size
@@ -284,7 +285,10 @@ def _trainable(unit: UnitLayout) -> list[_Place]:
 
 
 def _gradient_flow(model: ModelLayout) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return two dicts by unit: whether any of its inputs needs a gradient, and whether its output does."""
+    """Return which units take part in backward, as two dicts keyed by unit name.
+
+    The first says whether an input of the unit needs a gradient, the second whether its output needs one.
+    """
     wants, gives = {model.root.name: False}, {}
     flowing = model.root.feeds_units
     for unit in model.calls[1:]:

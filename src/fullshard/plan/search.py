@@ -1,16 +1,17 @@
-"""Search for the fastest way to run a job, over all options of the engine that do not change its numbers.
+"""Search for the fastest way to run a job, over all options of the engine that do not change numerical results.
 
 The search covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that
-save memory, alone and combined: the loss in chunks, stepping in backward, embeddings as units, and offloading
-activations, optimizer state, main weights or everything. For the best plans it also tries keeping units unsharded. An
-option that is never slower and never takes more memory is always on: fused optimizers on accelerators.
+save memory, alone and combined. These are the loss in chunks, stepping in backward, embeddings as units, and offloading
+activations, optimizer state, main weights or everything. For the best plans, the search also tries to keep units
+unsharded after forward. Fused optimizers are always used on accelerators, because they are never slower and never take
+more memory.
 
-Saving memory costs time. The search therefore starts with no such option, and always looks at the fastest candidate
-first. A candidate that does not fit is replaced by candidates with one more option switched on. Candidates are compared
-by estimates from models of a few layers. Each additional layer adds the same work, so the memory and time of n equal
-layers are maxima of straight lines over n, and the line through two points is a lower bound. If layers alternate
-(windows, linear attention), both models have complete periods. Layers of another kind at the beginning (DeepSeek's
-dense ones) are in both.
+Most options that save memory cost time. The search therefore starts without them, and always looks at the fastest
+candidate first. If a candidate does not fit, it is replaced by candidates that each use one more of these options.
+Candidates are compared by estimates from two models with few layers. Each additional layer adds the same work, so
+memory and time are maxima of straight lines over the number of layers, and the line through two points is a lower
+bound. If layers alternate (windows, linear attention), both models contain complete periods. Both also contain the
+layers at the beginning that differ from the others, such as DeepSeek's dense layers.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def search(
 ) -> list[Plan]:
     """Return the plans that need at most the fraction `margin` of a device's memory, the fastest first.
 
-    The search only proposes plans that this engine can run; for example, selective checkpointing is not compiled. The
-    number of sequences per optimizer step stays that of `job` if micro-batches divide it.
+    The search only proposes plans that this engine can run. For example, it does not combine selective checkpointing
+    with compilation. The number of sequences per optimizer step stays that of `job` if it is divisible by the
+    micro-batch size.
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # a fused optimizer costs nothing
@@ -74,13 +76,13 @@ def search(
 
 
 def _fastest_first(plan: Plan) -> tuple[float, int]:
-    """Return a sort key for plans: the fastest first, and the smallest first among equally fast plans."""
+    """Return a sort key that puts the fastest plan first and, among equally fast plans, the smallest."""
     return -plan.time.tokens_per_second, plan.memory.needed
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Candidate:
-    """A way to run a job, with upper bounds of its speed and lower bounds of its memory. Sorts by speed."""
+    """A way to run a job, with an upper bound on its speed and a lower bound on its memory. Sorts by speed."""
 
     key: float
     number: int
@@ -90,7 +92,7 @@ class _Candidate:
 
 
 class _Search:
-    """A search. Options that are not searched have their values in `job`."""
+    """The state of a search. Options that are not searched keep their values from `job`."""
 
     def __init__(self, model: ModelShape, job: Job, cluster: Cluster, fixed: frozenset[str], margin: float) -> None:
         self._model, self._job, self._cluster, self._fixed, self._margin = model, job, cluster, fixed, margin
@@ -107,7 +109,7 @@ class _Search:
         ]
 
     def plans(self) -> list[Plan]:
-        """Return the plans of the search, the fastest first."""
+        """Run the search, and return the plans that fit, the fastest first."""
         waiting, pushed = list(self._first()), set[tuple[int, frozenset[str]]]()
         heapq.heapify(waiting)
         found, best = list[Plan](), 0.0
@@ -134,9 +136,9 @@ class _Search:
         return sorted([*found, *self._tuned(found[:3])], key=_fastest_first)
 
     def _first(self) -> Iterator[_Candidate]:
-        """Yield the initial candidates, which have no memory-saving options.
+        """Yield the candidates with which the search starts. They use no memory-saving options.
 
-        They combine meshes, checkpointing modes, and micro-batch sizes that may fit with all options on.
+        They combine all meshes, checkpointing modes and micro-batch sizes that can fit when such options are added.
         """
         job, fixed = self._job, self._fixed
         kinds = ("none", "full") if job.compile else ("none", "selective", "full")
@@ -156,7 +158,7 @@ class _Search:
                     yield candidate
 
     def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
-        """Return whether a candidate may fit with all compatible options switched on."""
+        """Return whether a candidate can fit when all compatible memory-saving options are added."""
         on_host = [name for name in self._saving if name in _ONE_OF][-1:]
         most = frozenset(self._saving) - _ONE_OF
         fullest = (self._candidate(way, options) for options in (most - {"step"} | {*on_host}, most))
@@ -173,9 +175,9 @@ class _Search:
         return Job.of(values)
 
     def _candidate(self, way: Mapping[str, Any], saving: frozenset[str]) -> _Candidate | None:
-        """Estimate a candidate with these options from models of a few layers.
+        """Estimate the speed and memory of a candidate from models with few layers.
 
-        Return None if the options are not compatible.
+        Return None if the options cannot be combined.
         """
         try:
             job = self._job_of(way, saving)
@@ -189,7 +191,7 @@ class _Search:
         return _Candidate(-speed, next(self._numbers), needed, way, saving)
 
     def _smaller(self, waiting: Sequence[_Candidate], needed: float) -> Iterator[Plan]:
-        """Yield plans that need less memory than those found so far, the fastest plans first."""
+        """Yield plans that need less memory than those found so far, starting with the fastest."""
         left = _SMALLER
         for candidate in sorted(waiting):
             if left and candidate.needed < 0.95 * needed:
@@ -199,7 +201,10 @@ class _Search:
                     yield plan
 
     def _tuned(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """Yield faster versions of plans, with embeddings as units and as many unsharded units as the margin allows."""
+        """Yield variants of plans that are faster.
+
+        A variant makes embeddings separate units, or keeps as many units unsharded as the margin allows.
+        """
         for plan in plans:
             if "embeddings" in self._saving and not plan.job.wrap_embeddings:
                 values = {**plan.job.model_dump(), "wrap_embeddings": True}
@@ -218,7 +223,7 @@ class _Search:
 
 
 def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
-    """Return models of a few layers, each with its weight in the extrapolation to the complete model.
+    """Return models with few layers, each with its weight in the extrapolation to the complete model.
 
     If the model is small or irregular, return only the model itself.
     """
@@ -233,17 +238,17 @@ def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
 
 
 def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
-    """Return (number of layers that come first, period with which the others repeat).
+    """Return (number of different layers at the beginning, period with which the remaining layers repeat).
 
-    (0, 1) means that all layers are alike. (0, 6) means that every sixth layer differs, for example because it has no
-    window. (3, 1) means that the first three layers differ, for example because they have no experts.
+    (0, 1) means that all layers are the same. (0, 6) means that every sixth layer differs, for example because it has
+    no window. (3, 1) means that the first three layers differ, for example because they have no experts.
     """
     kinds = [(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     row = [numbers[kind] for kind in kinds]
 
     def reaches_back(period: int) -> int:
-        """Return the index from which each layer equals the one `period` layers before it."""
+        """Return the smallest index from which on each layer equals the layer `period` places after it."""
         at = len(row)
         while at > period and row[at - 1] == row[at - 1 - period]:
             at -= 1
@@ -254,9 +259,10 @@ def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
 
 
 def _shortened(layers: Sequence[UnitShape]) -> tuple[Sequence[UnitShape], Sequence[UnitShape], float]:
-    """Return a few layers, a longer list with twice as many repeated layers, and the number of further repeats.
+    """Return two shortened lists of layers, and how many more repeats the model has than the longer list.
 
-    If the number is 0 or less, the model has no more layers than the longer list.
+    The longer list repeats the period twice as often as the shorter one. If the number is 0 or less, the model has no
+    more layers than the longer list.
     """
     first, period = _turns(layers)
     few = period * -(-_FEW // period)
@@ -264,7 +270,7 @@ def _shortened(layers: Sequence[UnitShape]) -> tuple[Sequence[UnitShape], Sequen
 
 
 def _with_layers(model: ModelShape, kept: Iterable[UnitShape]) -> ModelShape:
-    """Return the model with only the layers in `kept`."""
+    """Return the model without the layers that are not in `kept`."""
     names = {unit.name for unit in kept}
     dropped = {unit.name for unit in model.units if unit.block is not None and unit.name not in names}
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The inputs of a step's memory and time besides its events: the run, the model's layout, and where the ranks are."""
+"""The inputs for predicting a step's memory and time, besides its events."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from fullshard.plan.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class PlanSetting:
-    """A run to plan.
+    """A run to plan: the model, its layout, the job and the device.
 
     Attributes:
-        device: the device that the run uses. On a CPU, optimizers update one parameter after another, and a product in
-            half precision briefly needs a float32 copy of its result.
+        device: the device that the run uses. On a CPU, optimizers update one parameter at a time, and a matrix product
+            in half precision briefly needs a float32 copy of its result.
         on_host: what is offloaded to host memory, as in the layout.
-        route: how the ranks of a shard group communicate. If they share memory, unsharded parameters are the main
-            weights, or permanent copies of them in the compute dtype. Each rank counts its own part.
+        route: how the ranks of a shard group communicate. If they share memory, the main weights themselves, or
+            permanent copies of them in the compute dtype, are used as unsharded parameters. Each rank counts its own
+            part of these copies.
     """
 
     model: ModelShape
@@ -40,46 +41,52 @@ class PlanSetting:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Return whether every micro-batch reduces its gradients, so that none stays unsharded until the next."""
+        """Return whether gradients are reduced in every micro-batch.
+
+        If not, unsharded gradients stay allocated until the last micro-batch of the step.
+        """
         return self.job.sync_each_micro_batch and not self.layout.keeps_gradients
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
-        """Return the bytes that unsharding `unit` takes."""
+        """Return the bytes that are allocated when `unit` is unsharded."""
         return unit.decoded_nbytes if self.route.shares_memory else unit.gathered_nbytes
 
     def coded_nbytes(self, unit: UnitLayout) -> int:
-        """Return the bytes of `unit`'s codes, which messages carry before they are decoded."""
+        """Return the bytes of the messages that carry the codes of `unit`. They are freed after decoding."""
         return 0 if self.route.shares_memory else unit.coded_nbytes
 
     def collected_dtype(self, bucket: CountedBucket) -> str:
-        """Return the dtype in which the unsharded gradient is collected.
+        """Return the dtype in which a bucket's unsharded gradient is collected.
 
-        If several backwards add to it, this is the dtype of the sum.
+        If several micro-batches add to this gradient before it is reduced, this is the dtype of the sum.
         """
         is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
         return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.route.widens and not is_added_to)
 
     def collected_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the bytes of the unsharded gradient while it is collected."""
+        """Return the bytes of a bucket's unsharded gradient while it is collected."""
         return bucket.layout.full_numel * itemsize(self.collected_dtype(bucket))
 
     def summing_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the additional bytes that summing the ranks' gradients takes on a CPU."""
+        """Return the additional bytes that a CPU needs while it sums the ranks' gradients of a bucket."""
         is_cast = self.collected_dtype(bucket) != bucket.reduce_dtype
         blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.device.is_cpu else 0
         return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
     def copies_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the bytes of a bucket's permanent copies in its compute dtype, in addition to its main weights."""
+        """Return the bytes of a bucket's permanent copies in the compute dtype.
+
+        If ranks share memory, these copies exist in addition to the main weights.
+        """
         if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype or bucket.form is not None:
             return 0
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 
 
 def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], float]) -> float:
-    """Return a rank's total of an optimizer's cost `what`, as the mean over a shard group.
+    """Return what an optimizer costs one rank in total, as the mean over a shard group.
 
-    `what` is a cost per trained element that depends on the dtype. Padding has no optimizer state.
+    `what` returns the cost per trained element from the optimizer and the dtype. Padding costs nothing.
     """
     row, work, buckets = setting.job.planned_optimizer, setting.matrices, setting.layout.buckets
     total = sum(bucket.layout.numel * what(row, bucket.dtype) for bucket in buckets if bucket.trainable)

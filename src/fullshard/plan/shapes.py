@@ -1,10 +1,10 @@
-"""The planner's description of a model: units with parameter shapes, and what each layer keeps for backward.
+"""The planner's description of a model: units with parameter shapes, and what each layer saves for backward.
 
     ModelShape
-    ├── units     inner units in definition order, the root last, as the engine creates them
+    ├── units     inner units in definition order, followed by the root, as the engine creates them
     │   ├── parameters    name, shape, stored dtype, trainable, exact
-    │   └── block         what its forward computes; None for a unit that is not a transformer layer
-    └── calls     the units in the order in which their forwards begin
+    │   └── block         what the unit's forward computes; None if the unit is not a transformer layer
+    └── calls     the inner units in the order in which their forwards begin
 
 Names and order match the Transformers model, so that layouts and events can be compared one by one.
 """
@@ -24,18 +24,18 @@ from fullshard.core.forms import FORMS
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter.
+    """The shape, dtype and role of one parameter.
 
     Attributes:
-        name: qualified name in the model; a tied parameter has its first name.
+        name: qualified name in the model; for a tied parameter, the first of its names.
         exact: whether it consists of bytes that are never cast (quantised weights and their scales).
-        statistics: dtype of running statistics (as of a batch norm) that are used in that dtype; None if there are
-            none.
+        statistics: dtype of the running statistics that are used together with the parameter, such as a batch norm's.
+            The unsharded parameter has the same dtype. None if there are no such statistics.
         role: `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply;
             `embedding`, `head` or `other`.
-        form: name of the form (`core.forms`) whose codes are stored and sent; empty if it is stored as numbers.
+        form: name of the form (`core.forms`) in which it is stored and sent; empty if it is not quantised.
         tiles: number of parts into which tensor parallelism has split it; `shape` is the shape of one part.
-        folded_rank: rank of the adapter whose product forward adds to a copy of this weight; 0 if there is none.
+        folded_rank: rank of an adapter that forward adds to a copy of this weight; 0 if there is no such adapter.
     """
 
     name: str
@@ -70,16 +70,16 @@ and Gemma multiplies by it before the result is cast (`rms-float32-weight`)."""
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of one layer, per token.
+    """The sizes of all adapters in one layer, per token.
 
     Attributes:
-        read: sum of the widths of all their inputs.
-        read_once: the same sum, but inputs that several adapters share count once, and attention's output does not
-            count because it is kept anyway.
+        read: sum of the widths of all adapters' inputs.
+        read_once: sum of the widths of the different inputs. An input that several adapters share counts once, and
+            attention's output does not count because it is saved for backward anyway.
         ranks: sum of the ranks of all adapters.
         dropout: whether the adapters apply dropout to their inputs.
-        written: sum of the widths of all tensors that they add to.
-        folded: elements of the weights that adapters change before they are used, which makes a copy of each weight.
+        written: sum of the widths of all adapters' outputs.
+        folded: number of elements of the weights to which adapters are added before use, which takes a copy of them.
     """
 
     read: int
@@ -92,7 +92,10 @@ class Adapters:
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
-        """Return the adapters among a layer's parameters, which PEFT's names identify, or None if there are none."""
+        """Return the adapters among a layer's parameters, or None if there are none.
+
+        They are recognised by the names that PEFT gives them.
+        """
         parameters = list(parameters)
         folded = {_module_of(p.name.rpartition(".")[0]) for p in parameters if p.folded_rank}
         adapters = [p for p in parameters if ".lora_" in p.name]
@@ -113,7 +116,7 @@ class Adapters:
 
 
 def _module_of(path: str) -> str:
-    """Return the path of a module in the model without PEFT, by removing the names of all PEFT wrappers."""
+    """Return the path that a module has in the model without PEFT, by removing the names of PEFT's wrappers."""
     return path.replace(".base_layer", "")
 
 
@@ -129,14 +132,15 @@ class Block:
         value_dim: size of a head's values if it differs from `head_dim`, and otherwise 0.
         latents: sum of the widths of the normalised latents of queries, keys and values; 0 if there are none.
         window: number of preceding keys that a query sees; 0 means all of them.
-        intermediate: width of the feed-forward part, or of one expert in a mixture.
+        intermediate: width of the feed-forward part, or of one expert in a mixture of experts.
         gated: whether the feed-forward part multiplies two projections (SwiGLU and similar).
-        fused_gate: whether these two are one matrix product, so that one tensor holds both.
+        fused_gate: whether one matrix product computes both of these projections, so that one tensor holds both.
         norms: number of norms of width `hidden`.
-        head_norms: whether queries and keys are normalised too.
+        head_norms: whether queries and keys are normalised, too.
         shared_intermediate: width of the expert that processes every token; 0 if there is none.
-        sliced_values: whether values are a slice of one projection whose queries and keys are copied for rotation.
-        float32_scores: whether softmax is computed in float32 if scores are written out.
+        sliced_values: whether one projection computes queries, keys and values. The values are then a slice of its
+            output, whereas rotation copies the queries and keys.
+        float32_scores: whether softmax is computed in float32 if scores are written to memory.
         capped_scores: whether scores pass through a tanh before softmax.
         dropout: whether dropout applies to the output of a sublayer.
         attention_dropout: whether dropout applies to attention's scores.
@@ -168,13 +172,13 @@ class Block:
 
     @property
     def active_intermediate(self) -> int:
-        """The feed-forward width that processes one token."""
+        """The total feed-forward width through which one token passes."""
         return self.intermediate * max(1, self.experts_per_token) + self.shared_intermediate
 
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """The parameters that one unit owns, and its computation."""
+    """The parameters that one unit owns, and what its forward computes."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
@@ -188,20 +192,21 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A complete model.
+    """The shapes of a complete model.
 
     Attributes:
-        units: see the module's docstring; the last unit is the root.
+        units: the inner units in definition order, followed by the root.
         vocab: number of logits per token; 0 if the model has no vocabulary head.
         hidden: width of the residual stream; 0 if unknown.
         tied: whether the head shares the embedding's parameter.
-        encoder_decoder: whether half of the tokens pass through an encoder.
+        encoder_decoder: whether the model has an encoder, through which half of the tokens pass.
         calls: names of the inner units in the order in which their forwards begin; empty means definition order.
-        capped_logits: whether logits pass through a tanh, which keeps its output.
-        published_as: the stored form (`core.forms`) of most weights in the published files; empty if they are numbers.
-        converted_targets: pairs of a name in PEFT's `target_modules` and the parameter of a mixture that PEFT adapts
-            for it; empty if PEFT adapts linear layers only.
-        is_final: whether dtypes and `trainable` already describe the run, so that no training method applies.
+        capped_logits: whether logits pass through a tanh, whose output is saved for backward.
+        published_as: the form (`core.forms`) in which the published files store most weights; empty if they are not
+            quantised.
+        converted_targets: (name in PEFT's `target_modules`, expert parameter that PEFT adapts for this name); empty if
+            PEFT only adapts linear layers.
+        is_final: whether dtypes and `trainable` already describe the run, so that no training method must be applied.
     """
 
     name: str
@@ -228,14 +233,14 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """Number of parameters of the model, including all tensor-parallel parts."""
+        """The number of the model's elements, including all tensor-parallel parts."""
         return sum(parameter.numel * parameter.tiles for parameter in self.parameters)
 
     @property
     def positions(self) -> int | None:
-        """The maximum sequence length if a table of positions determines it, and otherwise None.
+        """The maximum sequence length if the model has a table of positions, and otherwise None.
 
-        Some tables have two additional rows for padding.
+        Some tables have two additional rows for padding, which are not counted.
         """
         for parameter in self.parameters:
             if parameter.name.endswith(_POSITIONS):
@@ -245,12 +250,12 @@ class ModelShape:
 
     @property
     def trainable_numel(self) -> int:
-        """Number of trained parameters."""
+        """The number of trained elements, including all tensor-parallel parts."""
         return sum(parameter.numel * parameter.tiles for parameter in self.parameters if parameter.trainable)
 
     @property
     def blocks(self) -> list[Block]:
-        """Return the transformer layers."""
+        """Return the descriptions of all transformer layers."""
         return [unit.block for unit in self.units if unit.block is not None]
 
     def in_call_order(self) -> list[UnitShape]:
@@ -261,7 +266,7 @@ class ModelShape:
         return [self.root, *(by_name[name] for name in self.calls)]
 
     def with_own_embeddings(self) -> ModelShape:
-        """Return the model with its input embedding and head as separate units (`features.unit_selection`)."""
+        """Return the model with the input embedding and the head as separate units (`features.unit_selection`)."""
         embeddings = [p for p in self.root.parameters if p.role == "embedding"]
         heads = tuple(p for p in self.root.parameters if p.role == "head")
         if self.tied or not embeddings or not heads:
@@ -282,7 +287,7 @@ class ModelShape:
         )
 
     def with_adapters(self, *, dropout: bool) -> ModelShape:
-        """Return the model with the adapters of each layer described in its block."""
+        """Return the model with each layer's adapters entered in the description of the layer (`Block.adapters`)."""
         units = list(self.units)
         for number, unit in enumerate(units):
             if unit.block is not None:

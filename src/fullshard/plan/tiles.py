@@ -1,14 +1,14 @@
-"""Tensor parallelism inside sharding: each rank's part of a layer, and the messages within a tensor-parallel group.
+"""Tensor parallelism combined with sharding: each rank's part of a layer, and the messages in a tensor-parallel group.
 
-Layers are split as Transformers splits Llama and related models (`base_model_tp_plan`). Projections into attention and
-the feed-forward part are split by rows of their weights, projections out of them by columns, experts likewise, and the
-head by vocabulary entries. Norms, biases of the weights that are split by columns, and the embedding are not split.
-Each rank of a group has complete activations between the parts, and only its heads and its share of the feed-forward
-width within them.
+Layers are split as Transformers splits Llama and related models (`base_model_tp_plan`). The weights of projections into
+attention and into the feed-forward part are split by rows, and those of projections out of them by columns. The same
+applies to experts. The head is split by vocabulary entries. Norms, the embedding, and the biases of weights that are
+split by columns are not split. Between these parts, each rank has the complete activations. Within them, it computes
+with its own heads and its share of the feed-forward width.
 
     forward of a layer    2 all-reduces of (tokens, hidden), after attention and after the feed-forward part
-    backward              2 of the gradients of their inputs, plus those of the forward if the layer is recomputed
-    head                  an all-gather of logits (tokens, vocabulary), and in backward an all-reduce for its input
+    backward              2 all-reduces of the gradients of the parts' inputs; recomputation repeats those of forward
+    head                  an all-gather of logits (tokens, vocabulary); in backward, an all-reduce for the head's input
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
 def tiled(model: ModelShape, parts: int) -> ModelShape:
-    """Return one rank's part of the model in a tensor-parallel group of `parts` ranks.
+    """Return the part of the model that one rank of a tensor-parallel group with `parts` ranks holds.
 
     Raises:
-        ConfigError: Transformers does not split the layers this way, or they cannot be split evenly.
+        ConfigError: Transformers does not split the layers in this way, or they cannot be split evenly.
     """
     if parts == 1:
         return model
@@ -51,7 +51,7 @@ def tiled(model: ModelShape, parts: int) -> ModelShape:
 
 
 def _is_cut(unit: UnitShape) -> bool:
-    """Return whether Llama's rules split every matrix of a layer except the gates of experts."""
+    """Return whether every matrix of a layer except the gates of experts is split by Llama's rules."""
     whole = [p.name for p in unit.parameters if p.role == "matrix" and _dim(p) is None]
     return any(_dim(p) is not None for p in unit.parameters) and all(
         name.endswith((".gate.weight", "_gate.weight")) for name in whole
@@ -85,9 +85,9 @@ def _tile_of_block(name: str, block: Block, parts: int) -> Block:
 
 
 def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
-    """Return (number of groups, number of groups per host).
+    """Divide a cluster into tensor-parallel groups: return (number of groups, number of groups per host).
 
-    Parameters are sharded over the groups.
+    Parameters are then sharded over the groups.
 
     Raises:
         ConfigError: the devices or the hosts cannot be divided into such groups.
@@ -101,15 +101,15 @@ def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
 
 
 def messages_of_layer(block: Block, job: Job) -> tuple[int, int]:
-    """Return the bytes of activations that a layer all-reduces in forward and in backward."""
+    """Return the bytes of activations or their gradients that a layer all-reduces, in forward and in backward."""
     nbytes = 2 * job.tokens * block.hidden * itemsize(job.compute_dtype)
     return nbytes, round(nbytes * (1 + _RECOMPUTED[job.checkpointing]))
 
 
 def messages_of_head(model: ModelShape, job: Job) -> tuple[int, int]:
-    """Return the bytes of the head's messages in forward and in backward.
+    """Return the bytes of the messages for the head, in forward and in backward.
 
-    Forward gathers logits. Backward gathers and scatters the gradient of the head's input.
+    Forward gathers the logits. Backward reduces the gradient of the head's input.
     """
     width = job.tokens * itemsize(job.compute_dtype)
     return width * model.vocab, width * 2 * model.hidden
