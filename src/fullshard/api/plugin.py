@@ -1,7 +1,7 @@
-"""Define `FullyShardedDataParallelPlugin` with Accelerate's field names and spellings.
+"""The class `FullyShardedDataParallelPlugin`, with Accelerate's field names and spellings.
 
-The fields are read like the keys of a file. Every field is used, refused with the reason, or named once in a warning
-that explains why it has no effect here.
+The fields are read in the same way as the keys of a configuration file. Every field is used, refused with a reason, or
+named once in a warning that explains why it has no effect here.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _ALREADY_SAID: set[str] = set()
 class FullyShardedDataParallelPlugin:
     """Configure how models are sharded, with the field names of Accelerate.
 
-    A field that is None takes the value from the launcher's configuration, or the default below if there is none. Once
-    the plugin or an Accelerator has been created or a model has been sharded, such a field reads as the value in
-    effect. Names compare equal to torch's names with the same meaning. A changed field applies to the next model that
-    is sharded.
+    A field that is None takes its value from the launcher's configuration, or the default below if the launcher sets
+    none. When the plugin is created, an Accelerator is created or a model is sharded, such a field is updated to show
+    the value in effect. Names compare equal to torch's names with the same meaning. A changed field applies to the next
+    model that is sharded.
 
     Attributes:
         fsdp_version: no effect.
@@ -98,7 +98,7 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: class names of the units, as a list or a comma-separated string.
         min_num_params: minimum number of parameters in a unit, for `size_based_wrap`.
         activation_checkpointing_mode: the mode of `activation_checkpointing`: `full`, or `selective`, which keeps the
-            activations that are expensive to recompute for their size. Not in Accelerate.
+            activations that are expensive to recompute relative to their size. Accelerate does not have this field.
 
     Raises:
         ConfigError: a value is unknown or not supported.
@@ -151,18 +151,18 @@ class FullyShardedDataParallelPlugin:
             self.show(self.config())
 
     def said(self, name: str) -> Any:
-        """Return a field's value if it was set, otherwise None, even if the field reads as the launcher's value."""
+        """Return a field's value if it was set explicitly, or None, even if the field shows the launcher's value."""
         value, filled = getattr(self, name), vars(self)["filled"]
         return None if name in filled and value == filled[name] else value
 
     def show(self, config: RunConfig) -> None:
-        """Make unset fields read as the values of a configuration, without setting them."""
+        """Let unset fields show the values in `config`, without setting the fields."""
         effective = self._in_effect(config)
         effective = {name: effective.get(name) for name in _FIELDS if self.said(name) is None}
         vars(self).update(effective, filled={name: value for name, value in effective.items() if value is not None})
 
     def reading(self) -> Reading:
-        """Return the settings of the fields. Fields that are None set nothing."""
+        """Return the settings that the fields set. A field that is None sets nothing."""
         said = {name: value for name in _FIELDS if (value := self.said(name)) is not None}
         precision = _precision_settings(said.pop("mixed_precision_policy", None))
         fields = {name: value.name if isinstance(value, Enum) else value for name, value in said.items()}
@@ -185,7 +185,7 @@ class FullyShardedDataParallelPlugin:
         return reading
 
     def fill(self, config: RunConfig) -> None:
-        """Make unset fields take the values of a configuration instead of those from the launcher."""
+        """Let unset fields take their values from `config` instead of from the launcher."""
         sharding = config.sharding
         row, auto = sharding.resolved_strategy(), "auto" if sharding.keeps_what_fits else None
         named = sharding.model_copy(update={"strategy": row.name, "reshard_after_forward": auto})
@@ -194,11 +194,11 @@ class FullyShardedDataParallelPlugin:
         self.show(self.config())
 
     def config(self) -> RunConfig:
-        """Return the configuration that results from the fields and the launcher."""
+        """Return the configuration that the fields and the launcher's settings result in."""
         return resolve([self.base or launched(), self.reading()]).config
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
-        """Return the values that take effect for fields that are None, under a configuration."""
+        """Return the values that would take effect for unset fields under the configuration `config`."""
         sharding, precision = config.sharding, config.precision
         policy = dataclasses.replace(policy_of(precision), output_dtype=dtype_or_none(precision.output_dtype))
         kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
@@ -228,17 +228,17 @@ class FullyShardedDataParallelPlugin:
         return effective
 
     def sharding_config(self) -> ShardingConfig:
-        """Return the sharding settings in effect, without a policy that is an object (see `wrap_policy`)."""
+        """Return the sharding settings in effect. They do not include a policy object, which `wrap_policy` returns."""
         return self.config().sharding
 
     def wrap_policy(self, config: ShardingConfig | None = None) -> WrapPolicy:
-        """Return the policy that selects units, from `config` or from the settings in effect."""
+        """Return the policy that selects the units, from `config` or, if it is None, from the settings in effect."""
         if self._has_policy_object():
             return _from_torch_policy(self.auto_wrap_policy) or parse_policy(self.auto_wrap_policy)
         return configured_policy(config or self.sharding_config())
 
     def _has_policy_object(self) -> bool:
-        """Return whether the wrap policy is not one of Accelerate's policy names. Other names are class names."""
+        """Return whether the wrap policy is set to anything but one of Accelerate's names, for example class names."""
         policy = self.said("auto_wrap_policy")
         return policy is not None and not (isinstance(policy, str) and policy.strip().upper().endswith("WRAP"))
 
@@ -252,7 +252,7 @@ class FullyShardedDataParallelPlugin:
         return self.ignored_modules
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Resolve the wrap policy for `model` now, and check its class names.
+        """Resolve the wrap policy for `model` now, which checks whether the model has the classes that it names.
 
         Raises:
             WrapError: the model has no module of a class in the policy.
@@ -296,7 +296,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(FullyShardedDataParal
 
 
 class _Name(str):
-    """A name that equals the corresponding member of torch's enumeration, so that scripts can compare them."""
+    """A string that equals the torch enumeration member of the same name, so that scripts can compare the two."""
 
     __slots__ = ()
 
@@ -311,7 +311,7 @@ class _Name(str):
 
 
 def configured_policy(config: ShardingConfig) -> WrapPolicy:
-    """Return the wrap policy from the settings."""
+    """Return the wrap policy that the sharding settings describe."""
     match config.wrap:
         case "class":
             return ByClass(config.wrap_classes)
@@ -322,7 +322,7 @@ def configured_policy(config: ShardingConfig) -> WrapPolicy:
 
 
 def say_once(notes: Iterable[Note]) -> None:
-    """Warn once, on the main rank only, how the settings of a script or of the environment are handled."""
+    """Warn about settings that are ignored or changed. Give each warning only once, and only on the main rank."""
     for note in notes:
         message = str(note)
         if message not in _ALREADY_SAID and read_rank_environment().is_main:
@@ -331,12 +331,12 @@ def say_once(notes: Iterable[Note]) -> None:
 
 
 def tell_transformers() -> None:
-    """Set two variables that let Transformers leave the weights empty on the ranks that do not read them."""
+    """Set the environment variables with which Transformers reads weights on the first rank of each host only."""
     set_variables(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
 
 def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """Return the modules whose fully qualified name matches the regular expression."""
+    """Return the modules whose full name matches the regular expression. Raise an error if no name matches."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -351,7 +351,7 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _modules(value: Any) -> list[nn.Module]:
-    """Return the list of modules in `ignored_modules`. A generator is read only once, for all models."""
+    """Return the modules in `ignored_modules` as a list, because a generator can be read only once."""
     found = [value] if isinstance(value, nn.Module) or not isinstance(value, Iterable) else list(value)
     wrong = next((item for item in found if not isinstance(item, nn.Module)), None)
     if wrong is not None:
@@ -363,7 +363,10 @@ def _modules(value: Any) -> list[nn.Module]:
 
 
 def _offload_fields(value: Any) -> dict[str, Any]:
-    """Return the fields that `cpu_offload` represents: booleans for a policy, other values unchanged."""
+    """Return the plugin fields that a value of `cpu_offload` stands for.
+
+    A policy is translated to booleans. Other values are returned unchanged.
+    """
     if isinstance(value, OffloadPolicy):
         offload = value.offload
         parts = {f"offload_{field.name}": getattr(offload, field.name) for field in dataclasses.fields(offload)}
@@ -408,7 +411,7 @@ def _precision_settings(policy: Any) -> dict[str, Any]:
 
 
 def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
-    """Return the precision policy of units. The model determines the dtype of its outputs."""
+    """Return the precision policy of units. It has no output dtype, because only the model's outputs are cast."""
     return MixedPrecisionPolicy(
         param_dtype=dtype_or_none(precision.compute_dtype),
         reduce_dtype=dtype_or_none(precision.reduce_dtype),
@@ -425,7 +428,7 @@ def dtype_or_none(name: str | None) -> torch.dtype | None:
 
 
 def _from_torch_policy(policy: Any) -> WrapPolicy | None:
-    """Return fullshard's equivalent of a policy from `torch.distributed.fsdp.wrap`, or None for anything else."""
+    """Convert a policy of `torch.distributed.fsdp.wrap` to fullshard's equivalent. Return None for any other value."""
     function: Any = policy.func if isinstance(policy, functools.partial) else policy
     keywords = policy.keywords if isinstance(policy, functools.partial) else {}
     match getattr(function, "__name__", type(function).__name__):
@@ -447,7 +450,7 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
 
 
 def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
-    """Refuse exceptions in torch's size-based policy other than its defaults. The size alone selects the units here."""
+    """Refuse torch's size-based policy if its excluded classes were changed. Here, only the size selects units."""
     for name in ("exclude_wrap_modules", "force_leaf_modules"):
         if keywords.get(name) not in (None, getattr(policy, name.upper())):
             raise ConfigError(

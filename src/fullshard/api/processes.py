@@ -1,4 +1,4 @@
-"""Provide the process helpers of Accelerate: ranks, barriers, printing once, splitting inputs."""
+"""Accelerate's process helpers: ranks, barriers, printing on one rank, and splitting inputs between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.core.errors import ConfigError
 
 
 class Processes:
-    """The part of the Accelerator for processes rather than training."""
+    """The part of the Accelerator that deals with processes rather than with training."""
 
     initialized = True
     distributed_type = DistributedType.FSDP
@@ -41,12 +41,12 @@ class Processes:
 
     @property
     def _tensor_parallel_size(self) -> int:
-        """Return the number of ranks that compute on the same batch, each with a part of every layer."""
+        """Return the number of ranks that compute on the same batch, each with one part of every split layer."""
         return 1
 
     @property
     def _data_parallel_size(self) -> int:
-        """Return the number of ranks, or of tensor-parallel groups, that compute on different batches."""
+        """Return the number of different batches in a step: the number of ranks divided by the tensor-parallel size."""
         return self.num_processes // self._tensor_parallel_size
 
     def wait_for_everyone(self) -> None:
@@ -54,7 +54,7 @@ class Processes:
         self.process.barrier()
 
     def _goes_first(self, is_main: bool) -> Iterator[None]:
-        """Run the block on one rank before the others. Unlike in Accelerate, they continue if it raises."""
+        """Run the block on one rank before the others. Unlike in Accelerate, the others continue if it raises."""
         if not is_main:
             self.wait_for_everyone()
         try:
@@ -67,8 +67,8 @@ class Processes:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Give this rank a contiguous part of `inputs`.
 
-        If the items do not divide evenly, the first ranks get one more. Ranks of a tensor-parallel group get the same
-        part.
+        If the items do not divide evenly, each of the first ranks gets one item more. Ranks of a tensor-parallel group
+        get the same part.
 
         Args:
             inputs: a list, tuple, tensor, `datasets.Dataset` or other sliceable, or a mapping whose values are

@@ -1,4 +1,4 @@
-"""List the names of Accelerate that fullshard refuses, with reasons, and the names it takes from Accelerate."""
+"""Accelerate's names that fullshard refuses, with reasons, and the names that it takes from Accelerate unchanged."""
 
 from __future__ import annotations
 

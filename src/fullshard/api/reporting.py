@@ -1,4 +1,4 @@
-"""Provide the Accelerator's methods for trackers (Accelerate's) and profiles (torch's profiler)."""
+"""The Accelerator's methods for Accelerate's trackers and for profiling with torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fullshard.observe.traces import marked
 
 
 class Reporting(Checkpointing):
-    """The part of the Accelerator that reports on a run."""
+    """The part of the Accelerator that logs metrics and profiles a run."""
 
     log_with: list[Any]
     trackers: list[Any]
@@ -32,7 +32,7 @@ class Reporting(Checkpointing):
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Start the trackers that `log_with` names, on the main process.
+        """Start the trackers that are named in `log_with`, on the main process.
 
         Raises:
             ConfigError: `init_kwargs` has arguments for a tracker that is not in use.
@@ -51,7 +51,7 @@ class Reporting(Checkpointing):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
-        """Profile the block on every rank. The traces contain the engine's events as marks.
+        """Profile the block on every rank. The traces also show the engine's events.
 
         Args:
             profile_handler: `ProfileKwargs`. Default: the one in `kwargs_handlers`. If its `output_trace_dir` is set,
@@ -82,7 +82,7 @@ class Reporting(Checkpointing):
 
 
 def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
-    """Return the trackers in `log_with`, as names and tracker objects."""
+    """Return the requested trackers, as names or tracker objects. Raise `ConfigError` if one cannot be used."""
     if log_with is None:
         return []
     given = list(log_with) if isinstance(log_with, list | tuple) else [log_with]

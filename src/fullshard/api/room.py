@@ -1,4 +1,4 @@
-"""Check before a run whether the disk has enough space for its checkpoints."""
+"""Check before a run whether the disk has enough space for the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from fullshard.plan.optimizers import OPTIMIZERS
 
 
 def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
-    """Return the size in bytes of a checkpoint over all ranks, a lower bound if the optimizer is unknown."""
+    """Return the total size in bytes of one checkpoint.
+
+    It is a lower bound if the planner does not know the size of the optimizer's state.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = trained if is_saved_as_adapters(model) else list(model.parameters())
     kind = None if optimizer is None else planned_optimizer(getattr(optimizer, "optimizer", optimizer))
@@ -31,8 +34,9 @@ def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
 def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], None]) -> None:
     """Check whether `count` more checkpoints of `nbytes` bytes fit in a directory.
 
-    The check uses the free space that the file system reports. Quotas that it does not report, and limits of object
-    stores, only show at the first save.
+    The check compares their size with the free space that the file system reports. Quotas that it does not report, and
+    limits of object stores, are noticed only at the first save. If not even one checkpoint fits, raise
+    `CheckpointError`.
     """
     if not isinstance(place, Path) or count < 1:
         return

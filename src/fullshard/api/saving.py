@@ -1,9 +1,9 @@
-"""Define what the Accelerator's `save_state` and `load_state` put in a checkpoint, and where it is.
+"""The contents and locations of the checkpoints that the Accelerator's `save_state` writes and `load_state` reads.
 
-One model with one optimizer is one checkpoint of `fullshard.checkpoint`. Several models or optimizers are *parts*: a
-directory of checkpoints, each with a model and the optimizer that holds its parameters. The directory gets its final
-name when all parts are complete, so it is either complete or absent, like a single checkpoint. Models that share an
-optimizer form one part.
+A model with its optimizer is saved as one checkpoint of `fullshard.checkpoint`. Several models or optimizers are saved
+in *parts*: a directory of checkpoints, each with a model and the optimizer that holds its parameters. The directory
+gets its final name when all parts are complete, so it is either complete or absent, like a single checkpoint. Models
+that share an optimizer are saved in one part.
 """
 
 from __future__ import annotations
@@ -60,17 +60,20 @@ _FORMATS: dict[str, Callable[[Pending], Pending]] = {}
 
 
 def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
-    """Register a `checkpoint.format`. `add` changes each save so that it also writes files of that format."""
+    """Register a `checkpoint.format`. `add` extends each save, so that it also writes files in that format."""
     _FORMATS[name] = add
 
 
 class Together(nn.ModuleList):
-    """Combine the models that one optimizer steps. They are saved as one model with name prefixes `0.`, `1.` etc."""
+    """A container for models that share one optimizer. It is saved as one model with name prefixes `0.`, `1.` etc."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Hold everything to save, as it was prepared but without wrappers. `config` is information for users."""
+    """Everything that is saved: the prepared objects without their wrappers, and the step.
+
+    `config` is saved only as information for users.
+    """
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -82,11 +85,11 @@ class TrainingState:
     config: Mapping[str, Any]
 
     def parts(self) -> list[LoadArguments]:
-        """Return the content of each checkpoint: a model with its optimizer.
+        """Return the arguments for each checkpoint to save or load: a model, its optimizer and the other objects.
 
         Models that share an optimizer are combined in one `Together`. A model with two optimizers appears twice. The
-        first part also holds the schedulers, the registered objects and the scaler. Averages of weights are in the part
-        of their model.
+        first part also contains the schedulers, the registered objects and the scaler. A registered EMA is saved in the
+        part of its model.
         """
         pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
         covered = set[int]()
@@ -120,7 +123,7 @@ class TrainingState:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Return the values that are not separate objects: counters, loader positions and the configuration."""
+        """Return the values that are not separate objects: the step, loader positions and the configuration."""
         loaders = [loader.state_dict() for loader in self.loaders]
         return {"step": self.step, "loaders": loaders, "config": dict(self.config)}
 
@@ -146,7 +149,7 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | Non
 
 
 def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | None) -> Location:
-    """Return the path to load from."""
+    """Return the path to load from, which is the newest complete checkpoint if `input_dir` is None."""
     if input_dir is not None:
         path = location(input_dir)
         if not path.is_dir():
@@ -162,7 +165,10 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
 
 
 def number_after(path: Location, config: Any) -> int:
-    """Return the number of the next checkpoint, which is larger than that of a numbered `path` of the project."""
+    """Return the number of the next automatically named checkpoint.
+
+    If `path` is a numbered checkpoint of this project, the next number is larger than its number.
+    """
     match = _AUTOMATIC.fullmatch(path.name)
     is_of_project = config.project_dir is not None and isinstance(path, Path)
     if match and is_of_project and path.resolve().parent == _numbered_folder(config).resolve():
@@ -171,7 +177,7 @@ def number_after(path: Location, config: Any) -> int:
 
 
 def _numbered_folder(config: Any) -> Path:
-    """Return the checkpoint folder of a project with `automatic_checkpoint_naming`."""
+    """Return the folder for the numbered checkpoints of a project."""
     return local_path(config.project_dir) / "checkpoints"
 
 
@@ -186,10 +192,11 @@ def save(
     form: str = "native",
     saver: AsyncSaver | None = None,
 ) -> None:
-    """Save everything. This is a collective.
+    """Save everything. All ranks must call this.
 
     `whole_weights` also writes each unsharded model to a directory `model` in the checkpoint, for other programs. A
-    `form` of `register_format` also writes its own files. With a `saver`, training continues during the save.
+    `form` that was passed to `register_format` also writes its own files. With a `saver`, training continues while the
+    checkpoint is written.
     """
     if whole_weights and saver is not None:
         raise ConfigError(
@@ -237,7 +244,7 @@ def save(
 
 
 def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
-    """Call the hooks of a script, which may communicate. This is a collective."""
+    """Call a script's hooks, which may communicate between ranks. All ranks must call this."""
 
     def call() -> None:
         for hook in list(hooks):
@@ -251,7 +258,10 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
-    """Call save hooks and record the files they add, so that a later save may replace them. This is a collective."""
+    """Call the save hooks, and record which files they add, so that a later save may replace these files.
+
+    All ranks must call this.
+    """
     ranks = Ranks()
     before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
     call_hooks(hooks, models, [], str(path))
@@ -265,7 +275,7 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
 
 
 def load(path: Location, state: TrainingState) -> int:
-    """Load everything that `save` wrote, and return the step. This is a collective."""
+    """Load everything that `save` wrote, and return the saved step. All ranks must call this."""
     parts = state.parts()
     saved = len(part_paths(path))
     if max(saved, 1) != len(parts):
@@ -281,7 +291,7 @@ def load(path: Location, state: TrainingState) -> int:
 
 
 def only_part(state: TrainingState) -> LoadArguments:
-    """Return the part of a single model and its optimizer. Raise `ConfigError` if there are several parts."""
+    """Return the only model with its optimizer. Raise `ConfigError` if several parts would be saved."""
     if len(parts := state.parts()) > 1:
         raise ConfigError(
             f"copies in host memory support only one model with one optimizer, but {len(parts)} are prepared",
@@ -291,7 +301,7 @@ def only_part(state: TrainingState) -> LoadArguments:
 
 
 def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:
-    """Restore the state that belongs to no model, and return the counter of the script."""
+    """Restore the state that is not part of any model, and return the script's counter."""
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(
@@ -306,9 +316,10 @@ def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location
 def save_model(
     model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment, *, safe: bool = True
 ) -> None:
-    """Write the unsharded model, or its adapters, to a directory, which may hold other files. This is a collective.
+    """Write the unsharded model, or only its adapters, to a directory. All ranks must call this.
 
-    Remove existing weights that `from_pretrained` would read instead. See `Accelerator.save_model`.
+    The directory may contain other files. Weight files that `from_pretrained` would read instead of the new ones are
+    removed. See `Accelerator.save_model`.
     """
     if is_saved_as_adapters(model):
         if not safe:
@@ -351,7 +362,7 @@ def _write_pickles(weights: dict[str, Any], directory: Path, max_shard_size: int
 
 
 def save_object(obj: Any, path: Path, *, safe: bool) -> None:
-    """Write an object to a file. The file appears only when it is complete."""
+    """Write an object to a file atomically: the file appears only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temp:
         if safe:
@@ -361,7 +372,7 @@ def save_object(obj: Any, path: Path, *, safe: bool) -> None:
 
 
 def _foreign_entries(path: Location) -> list[str]:
-    """Return the names in a directory that fullshard's checkpoints did not put there."""
+    """Return the names of the entries in a directory that are not part of a fullshard checkpoint."""
     if not path.is_dir():
         return []
     if isinstance(path, ObjectPath):  # may hold files of a killed save
@@ -377,7 +388,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _names_of_hooks(path: Location) -> set[str]:
-    """Return the names in a checkpoint that the hooks of a script put there."""
+    """Return the names of the files that a script's hooks have added to a checkpoint."""
     if not (path / _HOOKS).is_file():
         return set()
     try:

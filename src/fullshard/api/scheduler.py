@@ -1,7 +1,7 @@
-"""Define the learning-rate scheduler that `prepare` returns, which steps with the optimizer.
+"""The learning-rate scheduler that `prepare` returns, which steps with the optimizer.
 
 As in Accelerate, it steps once per *rank* and optimizer step, unless loaders split their batches over the ranks. The
-reason is that a script counts its schedule in batches of the original loader, and these are distributed over the ranks.
+reason is that a script counts its schedule in batches of the original loader, which are distributed over the ranks.
 The script can therefore compute the length of its schedule from the loader before `prepare`, without knowing the number
 of ranks.
 """
@@ -21,10 +21,10 @@ from fullshard.engine.parameter import sharded_parameters
 
 
 class AcceleratedScheduler:
-    """Wrap a scheduler (any object with `step` and `state_dict`).
+    """Wraps a scheduler, which can be any object with `step` and `state_dict`.
 
-    The schedule advances by `steps` at each optimizer step, unless an optimizer skipped that step. Without
-    `with_optimizer` it advances by one at every call.
+    The schedule advances by `steps` at each optimizer step, unless an optimizer skipped that step. If `with_optimizer`
+    is False, the schedule advances by one at every call.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AcceleratedScheduler:
                     self.scheduler.step(*args, **kwargs)
 
     def _check_optimizer(self) -> None:
-        """Check at the first step, when all objects are prepared, that the schedule's optimizer is prepared."""
+        """Check that the schedule's optimizer is prepared. At the first step, all objects have been prepared."""
         held = getattr(self.scheduler, "optimizer", None)
         if isinstance(held, Optimizer) and self.optimizers and not sharded_parameters(held):
             groups = {id(group) for optimizer in self.optimizers for group in optimizer.param_groups}

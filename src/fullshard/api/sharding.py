@@ -65,10 +65,10 @@ def shard(
     autocast: AutocastKwargs,
     device_mesh: DeviceMesh | None = None,
 ) -> ModuleT:
-    """Shard `model` in place, and report the sharding to the user on every rank.
+    """Shard `model` in place, and report to the user on every rank how it is sharded.
 
-    A model without parameters is only moved to the device. `plugin` provides the settings that are objects: modules,
-    functions and a wrap policy. Scripts may change them at any time.
+    If the model has no parameters, only move it to the device. `plugin` provides the settings that are objects:
+    modules, functions and a wrap policy. Scripts may change these settings at any time.
     """
     require_module(model)
     if next(model.parameters(), None) is None:
@@ -126,7 +126,11 @@ def shard(
 
 
 def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
-    """Mark the weights to quantize at rest: all large frozen weights in `form`, or those that bitsandbytes left."""
+    """Mark the weights that the engine keeps quantised at rest, and report them.
+
+    These are the large weights that bitsandbytes left unquantised in a model that it converted. If `form` is set, also
+    mark all large frozen weights, to be stored in that form.
+    """
     quantise_rest(model)
     if form is not None:
         say(f"{type(model).__name__}: {quantize(model, form)}")
@@ -159,7 +163,7 @@ def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None
 
 
 def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Refuse a model that is not split for tensor parallelism, because its ranks would do the same work."""
+    """Refuse a model that is not split for tensor parallelism, because all ranks of a group would do the same work."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
             f"parallelism_config has tp_size = {device_mesh['tp'].size()}, but no layer of {type(model).__name__} is "
@@ -172,12 +176,12 @@ def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether the model itself is sharded, not only some of its modules."""
+    """Return whether the model itself is sharded. It is not enough if only some of its modules are."""
     return isinstance(model, FSDPModule)
 
 
 def remove_autocast(model: nn.Module) -> None:
-    """Restore the forward that `model` had before `shard` added autocast or a cast of the outputs."""
+    """Remove the autocast and the output cast that `shard` added to the forward of `model`."""
     outer = model.__dict__.pop(_OUTER, None)
     if outer is not None:
         del model.__dict__["forward"]
@@ -188,7 +192,7 @@ def remove_autocast(model: nn.Module) -> None:
 def _units(
     model: nn.Module, policy: WrapPolicy, ignored: Sequence[nn.Module], process: ProcessState
 ) -> list[nn.Module]:
-    """Return the modules that become units. Every rank selects the same modules, and only the first rank warns."""
+    """Return the modules that become units. All ranks select the same modules, but only the main rank warns."""
     outside = {id(inner) for module in ignored for inner in module.modules()}
     with warnings.catch_warnings():
         if not process.environment.is_main:
@@ -198,7 +202,7 @@ def _units(
 
 
 def _change_forwards(model: nn.Module, units: list[nn.Module], config: ShardingConfig) -> None:
-    """Apply activation checkpointing, and then compilation around it."""
+    """Apply activation checkpointing to the units, and then compile their forward, including the checkpointing."""
     if config.activation_checkpointing:
         if not units:
             raise ConfigError(
@@ -223,7 +227,7 @@ def _change_forwards(model: nn.Module, units: list[nn.Module], config: ShardingC
 
 
 def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
-    """Give trainable parameters in half precision float32 main weights, if the precision mode requires it."""
+    """Keep float32 main weights for trainable half-precision parameters, if the precision mode requires them."""
     half = []
     for parameter in model.parameters():
         stored = dtype_name(parameter.dtype)
@@ -239,7 +243,10 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """Hold how a root runs: its autocast, its output dtype, and its previous forward unless the class defines it."""
+    """The changes to the forward of a root module: its autocast and the dtype of its outputs.
+
+    `inner` is the forward that the instance had before, or None if it used the method of its class.
+    """
 
     autocast: Callable[[], AbstractContextManager[Any]]
     output_dtype: torch.dtype | None
