@@ -1,35 +1,36 @@
-"""The time of a step: the predicted events run on two clocks, one for computation and one per wire.
+"""Predict the time of a step by running its events on a clock for computation and on one clock for each link.
 
-Computation advances the first clock. A collective starts when it is issued or when its wire is free, whichever is
-later. The unit's `unshard ready` event (or the next reduction) waits for the collective. Only that wait is *exposed*.
+Computation advances the first clock. A collective starts when it is issued or when its link (`wire`) is free, whichever
+is later. Computation waits for it at the unit's `unshard ready` event, or at the next reduction. Only the time spent on
+waiting is *exposed* communication.
 
     forward of a unit     2 FLOP per parameter and token, plus attention (`plan/attention`)
-    backward              twice the forward. Full recomputation adds a forward that ends where nothing more is needed:
-                          without a layer's last product (not reentrant). Selective recomputation adds a part of it, but
-                          all of the attention that is written out
-    other operations      bytes / memory bandwidth, for each operation that is not fused (`plan/activations`). At least,
-                          what a layer saves is written and read once in forward; backward reads it, and writes and
-                          reads its gradient
+    backward              twice the forward. Full recomputation adds a forward, without the layer's last product unless
+                          it is reentrant. Selective recomputation adds part of a forward, which includes all of
+                          attention if its scores are written to memory
+    other operations      bytes / memory bandwidth, for each operation that is not fused (`plan/activations`). What a
+                          layer saves is at least written and read once in forward. Backward reads it again, and writes
+                          and reads its gradient
     casts                 this rank's intervals before they are gathered, and gradients before they are reduced
-    decoding              for weights that are codes at rest, after they are gathered
+    decoding              for quantised weights, after they have been gathered
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
-    offloading            bytes / 25 GB/s in each direction, in parallel with computation; the optimizer reads host
-                          memory
-    latency of a ring     14 microseconds plus 3 for each of (S - 1) steps; an all-reduce takes twice that, or goes up
-                          and down a tree
+    offloading            bytes / 25 GB/s in each direction, in parallel with computation; the optimizer works at the
+                          speed of host memory
+    latency of a ring     14 microseconds plus 3 for each of (S - 1) steps. An all-reduce takes twice that, or less if
+                          it uses a tree
     host                  each operation (`plan/host`) and 0.4 ms per unit; the device waits if this takes longer
-    loss                  the float32 logits are read or written six times. In chunks, the head's product is repeated,
-                          and casts, sums and recomputed values are added (`plan/losses`)
+    loss                  the float32 logits are read or written six times. A loss in chunks repeats the head's product,
+                          and adds casts, sums and recomputed values (`plan/losses`)
     optimizer             bytes read and written / memory bandwidth
 
-On a CPU nothing overlaps: the processor that computes also copies messages, so a collective takes its full time. Ranks
-that share memory send nothing to unshard.
+On a CPU nothing overlaps, because the processor that computes also copies messages. A collective therefore takes its
+full time. Ranks that share memory send nothing to unshard.
 
-Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
-and the definition of MFU, which does not count recomputation but counts attention in full (`mfu_unmasked`); nccl-tests'
-PERFORMANCE.md for collectives.
+FLOP counts follow Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B). The
+latter also define MFU, which does not count recomputation but counts attention in full (`mfu_unmasked`). The times of
+collectives follow PERFORMANCE.md of nccl-tests.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ the processors. PyTorch issue 179937 reports 30 to 40 % for single products; ove
 def steps(ranks: int, *, times: int) -> int:
     """Return the number of sequential steps of a collective over `ranks` ranks.
 
-    With `times` 1 it is an all-gather or a reduce-scatter in a ring. With 2 it is an all-reduce, which is either both
-    of these or goes up and down a tree, whichever takes fewer steps. NCCL has double binary trees since 2.4; they send
-    as many bytes.
+    If `times` is 1, the collective is an all-gather or a reduce-scatter, which uses a ring. If it is 2, the collective
+    is an all-reduce, which uses a ring for both or a tree, whichever takes fewer steps. NCCL has had double binary
+    trees since version 2.4; they send as many bytes as a ring.
     """
     ring = times * (ranks - 1)
     return ring if times == 1 else min(ring, 2 * math.ceil(math.log2(ranks)))
@@ -79,17 +80,16 @@ def steps(ranks: int, *, times: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of one optimizer step, and the figures that follow from them.
+    """The time that each part of an optimizer step takes, in seconds, and the speed that results from it.
 
     Attributes:
-        exposed: waiting for communication.
-        copies: casting and copying parameters and gradients in device memory, and the transfers between host and device
-            that happen once per step.
-        communication: all communication, whether hidden or not.
-        tokens: number of tokens on all ranks.
-        model_flops: FLOP of the complete step over all ranks, without recomputation and without the masked part of
-            attention.
-        masked_flops: FLOP of the masked part of attention.
+        exposed: seconds of waiting for communication.
+        copies: seconds of casting and copying parameters and gradients in device memory, and of the transfers between
+            host and device that happen once per step.
+        communication: seconds of all communication, whether it overlaps with computation or not.
+        tokens: number of tokens that all ranks together process.
+        model_flops: FLOP of all ranks, without recomputation and without the masked part of attention.
+        masked_flops: FLOP of the masked part of attention, on all ranks.
         peak_flops: peak FLOP/s of all devices together.
     """
 
@@ -128,7 +128,7 @@ class StepTime:
 
 
 def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
-    """Run the clocks over one step, which consists of `repeats` repetitions of these events."""
+    """Return the time of a step that consists of `repeats` repetitions of these events."""
     compute, exposed, communication, cast = _repeated(events, _Clock(setting, cluster), repeats)
     job = setting.job
     return StepTime(
@@ -145,9 +145,10 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
 
 
 def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> list[float]:
-    """Return the seconds of computation, exposed communication, all communication, and casts over all repetitions.
+    """Run the clock over all repetitions of the events, and return the seconds of each kind of work.
 
-    The first repetitions may differ, because the host gets ahead of the device. From the third on, all are the same.
+    These are computation, exposed communication, all communication, and casts. The first two repetitions may differ
+    from the others, because the host gets ahead of the device. From the third on, all take the same time.
     """
     before, passed = [0.0] * 4, [0.0] * 4
     for _ in range(min(repeats, 3)):
@@ -216,7 +217,7 @@ class _Clock:
                 self._wait(self.copied.get("to host", 0.0))
 
     def _run(self, seconds: float, issued: float = 0.0) -> None:
-        """Run a computation, which cannot end before the host has issued it."""
+        """Advance the clock by a computation. It cannot end before the host has issued it."""
         self.host += issued
         slowed = max(self._slowed(seconds), self.host - self.now)
         self.now += slowed
@@ -228,7 +229,7 @@ class _Clock:
         self.cast += slowed
 
     def _slowed(self, seconds: float) -> float:
-        """Return the seconds that a computation takes, which are more while a wire is busy."""
+        """Return the seconds that a computation takes, including a slowdown while a link is busy."""
         busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
         return seconds + busy * CONTENTION
 
@@ -238,7 +239,7 @@ class _Clock:
         self.exposed += waited
 
     def _copy(self, way: str, nbytes: int) -> float:
-        """Return when a copy between host and device that is issued now will be complete."""
+        """Return the time at which a copy between host and device will be complete if it is issued now."""
         if not nbytes:
             return self.now
         self.copied[way] = max(self.now, self.copied.get(way, 0.0)) + nbytes / PCIE
@@ -246,16 +247,17 @@ class _Clock:
         return self.copied[way]
 
     def _collective(self, nbytes: int, *, after: float = 0.0) -> float:
-        """Return when an all-gather or reduce-scatter of `nbytes` that is issued now will be complete.
+        """Return the time at which an all-gather or reduce-scatter of `nbytes` will be complete if it is issued now.
 
-        It starts no earlier than `after`.
+        It starts no earlier than at the time `after`.
         """
         return self._send(nbytes, self.setting.layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
 
     def _exchange_tiles(self, unit: UnitLayout, way: int) -> None:
-        """Wait for the messages between tensor-parallel ranks, because the next product needs the result.
+        """Advance the clock to the end of the messages between tensor-parallel ranks.
 
-        `way` is 0 in the unit's forward and 1 in its backward.
+        Computation waits for them, because the next product needs the result. `way` is 0 in the unit's forward and 1 in
+        its backward.
         """
         job, model = self.setting.job, self.setting.model
         if job.tp > 1 and unit.block is not None:
@@ -264,9 +266,9 @@ class _Clock:
             self._wait(self._send(messages_of_head(model, job)[way], job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
-        """Return when a message among `ranks` ranks will be complete.
+        """Return the time at which a message between `ranks` ranks will be complete if it is issued now.
 
-        The ranks are `stride` apart, so either some of them share a host or none do.
+        The rank numbers are `stride` apart, which determines whether some of the ranks share a host.
         """
         if ranks == 1 or nbytes == 0:
             return self.now

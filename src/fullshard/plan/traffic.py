@@ -1,14 +1,14 @@
-"""The bytes that one rank sends in a step, computed from the step's events, and the links that carry them.
+"""Compute the bytes that one rank sends in a step from the step's events, and the links that carry these bytes.
 
-Every rank sends as much as it receives, so one number per axis is enough:
+Every rank sends as much as it receives, so a single number describes the traffic along each axis of the mesh:
 
     all-gather       a rank sends its interval to the S - 1 others                 full / S x (S - 1)
     reduce-scatter   a rank sends each of the S - 1 others that rank's interval    full / S x (S - 1)
     all-reduce       reduce-scatter and all-gather of the shard                    2 x shard / R x (R - 1)
 
-S and R are the numbers of ranks along the shard and the replicate axis. Along the shard axis, intervals count in the
-form in which they are sent, which may have fewer bytes. These are the minimum numbers of bytes (ZeRO, arXiv 1910.02054,
-section 7; Patarasuk and Yuan 2009 for all-reduce), and ring algorithms reach them.
+S and R are the numbers of ranks along the shard and the replicate axis. Along the shard axis, an interval counts with
+the size in which it is sent, which may be smaller than in the compute dtype. No algorithm can send fewer bytes, and
+ring algorithms send exactly these (ZeRO, arXiv 1910.02054, section 7; Patarasuk and Yuan 2009 for all-reduce).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Traffic:
     """The bytes that one rank sends in one optimizer step.
 
     Attributes:
-        gather_nbytes: unsharding, on the shard axis.
-        reduce_nbytes: gradients, on the shard axis.
-        replicate_nbytes: gradients, on the replicate axis.
-        tiles_nbytes: activations and their gradients, inside a tensor-parallel group.
-        to_device_nbytes, to_host_nbytes: bytes copied between host memory and device memory, which are not sent.
+        gather_nbytes: bytes sent along the shard axis to unshard parameters.
+        reduce_nbytes: bytes of gradients sent along the shard axis.
+        replicate_nbytes: bytes of gradients sent along the replicate axis.
+        tiles_nbytes: bytes of activations and their gradients sent inside a tensor-parallel group.
+        to_device_nbytes, to_host_nbytes: bytes copied between host memory and device memory; no rank sends them.
     """
 
     gather_nbytes: int
@@ -44,12 +44,12 @@ class Traffic:
     tiles_nbytes: int = 0
 
     def times(self, repeats: int) -> Traffic:
-        """Return the traffic of `repeats` such steps."""
+        """Return the traffic of `repeats` steps like this one."""
         return Traffic(*(repeats * getattr(self, field.name) for field in dataclasses.fields(self)))
 
 
 def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
-    """Add up the bytes of a predicted or a recorded step."""
+    """Add up the bytes that one rank sends and copies in a predicted or a recorded step."""
     units = {unit.name: unit for unit in model.units}
     shard, replicas = model.shard_size, model.replicate_size
     gather = reduce = replicate = gathers = reductions = to_device = to_host = 0
@@ -70,14 +70,14 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
 
 
 def gather_message_nbytes(unit: UnitLayout) -> int:
-    """Return the bytes that a rank sends to each other rank to unshard a unit."""
+    """Return the bytes that a rank sends to each of the other ranks to unshard a unit."""
     return sum(bucket.gather_message_nbytes for bucket in unit.buckets)
 
 
 def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> int:
-    """Return the bytes that a rank sends to each other rank to reduce a bucket.
+    """Return the bytes that a rank sends to each of the other ranks to reduce a bucket.
 
-    The bucket is the unit's bucket whose gradient has the size in `event`.
+    It is the bucket of `unit` whose gradient has as many bytes as `event` records.
     """
     buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
     bucket = next(buckets, None)
@@ -85,11 +85,12 @@ def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> in
 
 
 def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Return the bytes on each device's link inside the host and between hosts, in an all-gather or reduce-scatter.
+    """Return the bytes on each device's links inside its host and between hosts, in an all-gather or reduce-scatter.
 
-    Each of h hosts must receive the (h - 1)/h of the buffer that it does not hold. It receives these bytes once, over
-    the links of all its devices together: NCCL runs one ring per link, so that all links carry a part. `nbytes` is the
-    size of the unsharded buffer. The ranks are `stride` apart, so either some of them share a host or none do.
+    `nbytes` is the size of the unsharded buffer. Each of h hosts must receive the part of the buffer that it does not
+    hold, which is (h - 1)/h of it. It receives this part once, divided among the links of all its devices, because NCCL
+    runs one ring per link. The rank numbers are `stride` apart, which determines whether some of the ranks share a
+    host.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     across = nbytes * (1 - 1 / (ranks / neighbours)) / neighbours
@@ -97,10 +98,10 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
 
 
 def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Return the bytes on a device's link inside the host and between hosts, when it receives `nbytes` in an exchange.
+    """Return the bytes on a device's links inside its host and between hosts, if it receives `nbytes` in an exchange.
 
-    The bytes come in equal parts from all other ranks. Unlike in a gather, each rank gets different data, so no
-    device's link carries a part for its neighbours.
+    The device receives the same number of bytes from each other rank. Unlike in an all-gather, each rank receives
+    different data, so the devices of a host cannot receive data for one another.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     others = max(1, ranks - 1)

@@ -1,4 +1,4 @@
-"""The work in a step: FLOP, and the device seconds that each piece takes on its own."""
+"""Compute the FLOP of a step, and the seconds that a device needs for each part of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 
 
 def forward_flops(unit: UnitShape, job: Job) -> float:
-    """Return the FLOP of one unit's forward for one micro-batch, excluding attention."""
+    """Return the FLOP of one unit's forward for one micro-batch, without those of attention."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -63,7 +63,10 @@ def forward_flops(unit: UnitShape, job: Job) -> float:
 
 
 def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
-    """Return the seconds of a layer's attention for one micro-batch: forward, and backward without recomputation."""
+    """Return the seconds of a layer's attention for one micro-batch, in forward and in backward.
+
+    Backward does not include recomputation.
+    """
     way = what_runs(block, job, device)
     dtype = "float32" if way == "math" else job.compute_dtype
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
@@ -92,13 +95,13 @@ def _pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """The seconds of a unit for one micro-batch.
+    """The seconds that different kinds of work take for one unit and one micro-batch.
 
     Attributes:
-        forward, backward: computation; recomputation belongs to backward.
-        casts: casting this rank's interval before a gather, and gradients into the reduce input.
-        decoding: decoding the codes that have been gathered.
-        issued: time in which the host issues forward and backward to an accelerator.
+        forward, backward: computation; backward includes recomputation.
+        casts: casting this rank's interval before the gather, and casting gradients before the reduction.
+        decoding: decoding quantised weights after the gather.
+        issued: the time that the host needs to issue forward, and backward, to an accelerator.
     """
 
     forward: float
@@ -144,24 +147,24 @@ def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
 
 
 def loss_seconds(setting: PlanSetting) -> float:
-    """Return the seconds of one micro-batch's loss, in forward and in backward."""
+    """Return the seconds of one micro-batch's loss, for forward and backward together."""
     model, job, device = setting.model, setting.job, setting.device
     speed = device.peak(job.compute_dtype) * device.efficiency
     return recomputed_flops(model, job) / speed + moved_nbytes(model, job) / device.memory_speed
 
 
 def head_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of the head.
+    """Return the FLOP of a tied head for one micro-batch, or 0 if the head has a weight of its own.
 
-    A tied head has the role of an embedding, but it also multiplies.
+    A weight that is shared with the embedding has the role `embedding`, so `forward_flops` does not count it.
     """
     return 2.0 * model.vocab * model.hidden * job.tokens if model.tied else 0.0
 
 
 def step_flops(model: ModelShape, job: Job) -> float:
-    """Return one rank's FLOP: those of forward, and twice as many for backward.
+    """Return the FLOP of one rank in a step, without recomputation.
 
-    Backward of a frozen layer only computes the gradient of its input.
+    Backward takes twice as many as forward, or fewer for a frozen layer, which only computes the gradient of its input.
     """
     total = head_flops(model, job) * 3
     for unit in model.units:
@@ -171,17 +174,17 @@ def step_flops(model: ModelShape, job: Job) -> float:
 
 
 def masked_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of attention that `step_flops` does not count because they are masked."""
+    """Return the FLOP of the masked part of attention, which `step_flops` does not count."""
     size = job.tokens, job.seq_len
     masked = sum(attention_flops(b, *size, whole=True) - attention_flops(b, *size) for b in model.blocks)
     return 3 * masked * job.accumulation
 
 
 def backward_factor(unit: UnitShape) -> float:
-    """Return the cost of backward, as a multiple of the forward's.
+    """Return how many times as much the matrix products of backward cost as those of forward.
 
-    The gradients of inputs cost one forward, and so do the gradients of weights, if all of them are trained, or have
-    adapters that need these gradients.
+    The gradients of inputs cost as much as forward. The gradients of weights cost the same again if all weights are
+    trained, or have adapters that need these gradients.
     """
     matrices = [p for p in unit.parameters if len(p.shape) >= 2]
     total = sum(p.numel for p in matrices)
@@ -190,9 +193,9 @@ def backward_factor(unit: UnitShape) -> float:
 
 
 def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
-    """Return the seconds of attention that selective checkpointing recomputes.
+    """Return the seconds in which selective checkpointing recomputes attention.
 
-    Selective checkpointing only keeps attention's output if a single kernel computes it.
+    The output of attention is only kept if a single kernel computes it. Otherwise, attention is recomputed.
     """
     if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
         return 0.0
@@ -211,15 +214,15 @@ def _cast_seconds(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]
 
 
 def step_decoding_seconds(setting: PlanSetting, events: Iterable[Event]) -> float:
-    """Return the seconds that it takes to decode the units of these events."""
+    """Return the seconds that a step spends on decoding units, according to its events."""
     each = {unit.name: _decoding_seconds(setting, unit) for unit in setting.layout.units}
     return sum(each[event.unit] for event in events if event.kind is EventKind.UNSHARD_READY)
 
 
 def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
-    """Return the seconds that it takes to decode a unit's codes.
+    """Return the seconds that it takes to decode the codes of a unit.
 
-    Codes are read and values are written; some forms also need a float32 intermediate.
+    The codes are read and the values are written. Some forms also need a float32 intermediate.
     """
     moved = sum(
         b.main_nbytes * b.layout.world_size + b.full_nbytes + _BESIDES.get(b.form.name, 0) * b.layout.full_numel
@@ -230,9 +233,9 @@ def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
-    """Return the fraction of a layer's products that recomputation skips.
+    """Return the fraction of a layer's forward FLOP that recomputation saves by skipping the last product.
 
-    The last product is skipped unless dropout, a later norm or the weights of experts need its result.
+    The last product can be skipped unless dropout, a later norm or the weighting of experts needs its result.
     """
     block = unit.block
     matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
@@ -245,9 +248,9 @@ def last_product(unit: UnitShape, job: Job) -> float:
 
 
 def copied_once_seconds(setting: PlanSetting) -> float:
-    """Return the seconds of the offload transfers over PCIe that happen once per step.
+    """Return the seconds of those offload transfers over PCIe that happen once per step.
 
-    The clock overlaps all other transfers with computation.
+    All other transfers are run on the clock, which overlaps them with computation.
     """
     seconds = 0.0
     for bucket in setting.layout.buckets:
@@ -259,7 +262,10 @@ def copied_once_seconds(setting: PlanSetting) -> float:
 
 
 def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
-    """Return the seconds in which the optimizer reads and writes its state, which is in host memory with offloading."""
+    """Return the seconds that the optimizer's step takes.
+
+    The step reads and writes weights, gradients and state in device memory or, if they are offloaded, in host memory.
+    """
     device = cluster.device
     bandwidth = device.memory_speed
     if setting.on_host.main_weights:
@@ -271,9 +277,9 @@ def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
-    """Return the seconds that the owners' computation and the exchanges take.
+    """Return the seconds that it takes to update complete matrices: the owners' computation and the exchanges.
 
-    The owners compute while the next pieces arrive and the last ones are sent back.
+    The owners compute while the next pieces arrive and the previous results are sent back.
     """
     device, exchanges = cluster.device, work.dealing.exchanges
     there = [max(device.link_seconds(*links)) for links in work.links(cluster.per_host)]
