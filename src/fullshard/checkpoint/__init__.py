@@ -1,6 +1,7 @@
 """Save checkpoints at any world size, load them at any other, verify every byte, and export to Hugging Face.
 
-The names below are imported on first use, so that the format can be read and written without importing the engine.
+The public names of this package are imported on first use, so that programs can read and write the format without
+importing the engine.
 """
 
 from __future__ import annotations

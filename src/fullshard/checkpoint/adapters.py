@@ -1,7 +1,7 @@
 """Save and load the adapters of a PEFT model in PEFT's format, without the base model, and list their parameter names.
 
-PEFT decides which tensors belong to an adapter and what they are called in a file. It is asked with stand-ins for the
-weights, so that only the selected parameters are gathered, one at a time.
+PEFT decides which tensors belong to an adapter and what they are called in a file. To find out, PEFT is called with
+empty tensors in place of the weights. Then only the tensors that it selects are gathered, one at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_saved_as_adapters(model: nn.Module) -> bool:
 
 
 def carries_adapters(model: nn.Module) -> bool:
-    """Return whether adapters sit inside a model that is not a `PeftModel`.
+    """Return whether a model contains adapters but is not itself a `PeftModel`.
 
     This includes `PeftMixedModel`, which PEFT supports for inference only.
     """
@@ -76,7 +76,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
 
 
 def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
-    """Return the names of the model's tensors that PEFT stores, keyed by adapter.
+    """Return the names of the model's tensors that PEFT stores, keyed by adapter. All ranks must call this.
 
     Only rank 0 calls PEFT, which may query the Hugging Face hub to find out whether the embeddings were resized.
     """
@@ -101,16 +101,17 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
     """Return the model's parameters and buffers, keyed by state dict name.
 
-    A tensor with several names appears under each of them: the layers of a VeRA adapter share their buffers.
+    A tensor with several names appears under each of them. For example, the layers of a VeRA adapter share their
+    buffers.
     """
     return {name: local for local in local_tensors(model) for name in local.names}
 
 
 @contextlib.contextmanager
 def _unpruned(config: Any) -> Iterator[None]:
-    """Make PEFT return the state of all AdaLoRA ranks while the context is active.
+    """Make PEFT return the state of all ranks of an AdaLoRA adapter while the context is active.
 
-    Otherwise PEFT leaves out the ranks that AdaLoRA has pruned.
+    Otherwise, PEFT omits the ranks that AdaLoRA has pruned.
     """
     ranks = getattr(config, "rank_pattern", None)
     if ranks:
@@ -124,9 +125,9 @@ def _unpruned(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Keep the encoders of PEFT's prompt learning unsharded while the context is active. All ranks must call this.
+    """Keep the prompt encoders of PEFT's prompt learning methods unsharded while the context is active.
 
-    PEFT computes their state from the full weights, on rank 0 only.
+    PEFT computes their state from complete weights, and is called on rank 0 only. All ranks must enter the context.
     """
     encoders = getattr(model, "prompt_encoder", None)
     with contextlib.ExitStack() as whole:

@@ -21,14 +21,14 @@ AVERAGES = "averages"
 
 
 def averages_in(objects: Iterable[object]) -> list[EMA]:
-    """Return the moving averages among the objects to save."""
+    """Return the moving averages among the objects that are passed to a save or a load."""
     return [each for each in objects if isinstance(each, EMA)]
 
 
 def average_entries(
     objects: Iterable[object], optimizer: torch.optim.Optimizer | None, parameters: Sequence[LocalTensor]
 ) -> Iterator[StateEntry]:
-    """Yield the entries that this rank stores for the averages."""
+    """Yield the entries of optimizer state in which this rank stores its part of the averages."""
     averages = averages_in(objects)
     if averages and optimizer is None:
         raise CheckpointError(
@@ -49,7 +49,7 @@ def average_entries(
 
 
 def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, torch.Tensor]]:
-    """Yield each averaged parameter with the part of the average that this rank holds."""
+    """Yield each averaged parameter with this rank's part of the average."""
     held = average.by_parameter
     pairs = [(local, held[id(local.tensor)]) for local in parameters if id(local.tensor) in held]
     if len(pairs) != len(held):
@@ -63,9 +63,9 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
 def average_records(
     average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
 ) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
-    """Yield (name in the file, parameter, record, part on this rank) for each stored average.
+    """Yield (name in the file, parameter, record, this rank's part) for each parameter of a stored average.
 
-    Append a message to `problems` for each average that is missing or has another dtype.
+    Append a message to `problems` for each parameter whose average is missing or has another dtype.
     """
     saved = manifest.optimizer.state if manifest.optimizer is not None else {}
     for local, held in average_tensors(average, parameters):

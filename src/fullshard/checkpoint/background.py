@@ -1,4 +1,4 @@
-"""Save in the background: training waits only until the state is copied to host memory, not for the disk.
+"""Save in the background: training waits while the state is copied to host memory, but not while it is written to disk.
 
     training       ... step | collect, copy the state | step ...                        | step ...
     background              |                         | write, fsync, agree, rename     |
@@ -59,7 +59,7 @@ class AsyncSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save has started and this rank does not yet know that it has ended."""
+        """Return whether a save is running, or has ended without this rank having been told."""
         return self._thread is not None
 
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
@@ -79,12 +79,15 @@ class AsyncSaver:
         return pending.destination.final
 
     def make_room(self) -> None:
-        """Wait for a running save to finish. All ranks must call this. Raises the same errors as `save`."""
+        """Wait until a running save has finished. All ranks must call this. Raises the same errors as `save`."""
         self.wait()
         self.memory.reuse()
 
     def begin(self, pending: Pending) -> None:
-        """Start writing a save that was prepared with `memory` after calling `make_room`. All ranks must call this."""
+        """Start writing a save in the background. All ranks must call this.
+
+        `pending` must have been prepared with `memory` after a call of `make_room`.
+        """
         self._ranks = pending.destination.ranks
         if self._background is None:
             self._background = self._ranks.apart()
@@ -98,9 +101,9 @@ class AsyncSaver:
         self._thread.start()
 
     def check(self) -> Location | None:
-        """Check whether the save has ended on all ranks. A small collective while a save is running.
+        """Check whether the running save has ended on all ranks. Call this once per step.
 
-        Call it once per step.
+        While a save is running, this is a small collective.
 
         Returns:
             The path of the checkpoint on the first call after it is complete; otherwise None.
@@ -147,7 +150,7 @@ class AsyncSaver:
             self._error = error
 
     def _report(self) -> None:
-        """Report an unread error when the process ends, and exit with code 1."""
+        """Report the error of a failed save when the process ends, if no method has raised it, and exit with code 1."""
         if self._error is None:
             return
         sys.stdout.flush()

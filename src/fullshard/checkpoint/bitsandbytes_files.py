@@ -1,4 +1,4 @@
-"""Read weights that bitsandbytes has quantised to 4 bits from the files that its layers write.
+"""Read weights that bitsandbytes has quantised to 4 bits, from files that contain the state of its layers.
 
 | tensor of weight `X` | content |
 |---|---|
@@ -50,8 +50,8 @@ class _State(BaseModel):
 def four_bit_sources(stored: Mapping[str, TensorSource], form: str | None) -> dict[str, TensorSource]:
     """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales.
 
-    `form` is the stored form that was requested. Double-quantised scales are kept as codes for a `-double` form only;
-    for any other form they are decoded.
+    `form` is the stored form that was requested. Double-quantised scales are kept as codes only for a form that ends in
+    `-double`; for any other form they are decoded.
     """
     states = {key.partition(_STATE)[0]: key for key in stored if _STATE in key}
     found: dict[str, TensorSource] = {}
@@ -123,7 +123,7 @@ def _form(kind: str, block: int) -> StoredForm:
 
 
 def _by_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one item per `elements` elements of each row.
+    """Return the shape of codes or scales, each of which belongs to `elements` consecutive elements of a row.
 
     The shape is 1-D if the row length is not a multiple of `elements`.
     """
@@ -138,7 +138,7 @@ def _check_table(source: TensorSource, expected: torch.Tensor, name: str) -> Non
 
 
 def _read_bytes(source: TensorSource, interval: Interval, out: torch.Tensor) -> None:
-    """Read bytes of a tensor of any dtype."""
+    """Read an interval of the bytes of a tensor, whatever its dtype is."""
     width = source.dtype.itemsize
     whole = Interval(interval.start // width, -(-interval.stop // width))
     held = torch.empty(whole.numel, dtype=source.dtype)
@@ -159,7 +159,7 @@ def _read_added(
 
 
 def layer_problem(weight: Any, source: TensorSource) -> str:
-    """Return how a weight of a bitsandbytes layer differs from its codes in the files; empty if it does not."""
+    """Return how the settings of a bitsandbytes layer differ from those of its codes in the files; empty if equal."""
     if source.coded is None or not source.coded.tensors:
         return ""
     tensors, form = source.coded.tensors, source.coded.form
@@ -176,9 +176,9 @@ def layer_problem(weight: Any, source: TensorSource) -> str:
 
 
 def restore(module: Any, source: TensorSource, device: torch.device) -> bool:
-    """Replace a bitsandbytes layer's outlined weight with its codes in the files.
+    """Replace the meta weight of a bitsandbytes layer with the codes and scales from the files.
 
-    Return False, without changing the layer, if the files hold ordinary values instead.
+    Return False, without changing the layer, if the files contain ordinary values instead.
     """
     if source.coded is None or not source.coded.tensors:
         return False

@@ -1,4 +1,4 @@
-"""Find the newest valid checkpoint in a directory and remove old ones."""
+"""Find the newest valid checkpoint in a directory, and remove old checkpoints."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:
     """Return the newest valid checkpoint directly inside `root`. This is not a collective.
 
-    Log each newer checkpoint that is invalid, with the reason. Because loading checks every byte anyway, the default is
-    to check only the manifest and the presence and size of each file.
+    Log each newer checkpoint that is invalid, with the reason. By default, only the manifest and the presence and size
+    of each file are checked, because loading checks every byte anyway.
 
     Args:
         root: directory that checkpoints are saved into.
-        thorough: also read and check every byte first, which takes as long as reading the checkpoint.
+        thorough: also read and check every byte, which takes as long as reading the checkpoint.
 
     Returns:
-        Its path, or None if there is no valid checkpoint.
+        The path of the checkpoint, or None if there is no valid one.
     """
     return next(whole_checkpoints(root, thorough=thorough), None)
 
@@ -45,10 +45,10 @@ def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterat
 
 
 def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
-    """Remove the oldest checkpoints in the directory of `newest` until `keep` are left.
+    """Remove the oldest checkpoints in the directory of `newest`, until `keep` are left. Return the removed ones.
 
-    `newest` always counts as one of them, whatever its timestamp. Directories without a fullshard manifest are not
-    touched.
+    `newest` always counts as one of those that are kept, whatever its timestamp is. Directories without a fullshard
+    manifest are not touched.
     """
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]
@@ -59,10 +59,10 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Hold the result of `prune`, with kept and removed checkpoints newest first.
+    """The result of `prune`, with kept and removed checkpoints newest first.
 
-    `damaged` lists the directories that are not complete checkpoints and were left alone, each with the first problem
-    found.
+    `damaged` lists the directories that `prune` did not touch because they are not complete checkpoints, each with the
+    first problem found.
     """
 
     kept: tuple[Location, ...]
@@ -99,9 +99,9 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
 
 
 def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, Manifest]]]]:
-    """Return the checkpoints with readable manifests, newest first, and log the others.
+    """Return the checkpoints with readable manifests, newest first. Log each checkpoint that cannot be read.
 
-    A checkpoint has one manifest, or one per part.
+    A checkpoint has one manifest, or one for each of its parts.
     """
     found = []
     for directory in entries_of(root) if root.is_dir() else []:
@@ -116,9 +116,10 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
 
 
 def _checkpoint_in(directory: Location) -> tuple[list[tuple[Location, Manifest]], str]:
-    """Return the checkpoint in a directory, or its parts if it holds several models.
+    """Return (directory, manifest) of the checkpoint in a directory, and an empty string.
 
-    If the directory looks like a checkpoint but is invalid, return an empty list and the reason.
+    If the directory contains several models, the list has an entry for each of them. If the directory looks like a
+    checkpoint but is invalid, return an empty list and the reason.
     """
     places = [directory, *part_paths(directory)]
     try:
@@ -139,7 +140,7 @@ def _problems(parts: list[tuple[Location, Manifest]], *, thorough: bool) -> list
 
 
 def _is_superseded(directory: Location) -> bool:
-    """Return whether this is the old version of a checkpoint that has already been replaced."""
+    """Return whether a directory is the old version of a checkpoint that a newer one has replaced."""
     if not directory.name.startswith(OLD_PREFIX):
         return False
     name = directory.name.removeprefix(OLD_PREFIX).rpartition("-")[0]

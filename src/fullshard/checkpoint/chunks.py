@@ -1,4 +1,4 @@
-"""Read a stored tensor on a rank that shards it differently, because tensor parallelism split it differently."""
+"""Read stored tensors for ranks that hold other parts of them, because tensor parallelism splits them differently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.core.layout import Interval
 def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
     """Fill the part of a tensor that this rank holds, whatever its memory layout is.
 
-    `read` fills a tensor of shape (m,) with an interval of the full tensor, flattened row by row.
+    `read(interval, out)` reads an interval of the full tensor, flattened row by row.
     """
     plain = local.held.contiguous()  # a copy if its memory layout differs
     read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
@@ -33,10 +33,10 @@ def read_across(
     target: Chunking,
     wanted: Interval,
 ) -> None:
-    """Fill `out`, shape (n,), with the elements `wanted` of a tensor of `shape`, flattened in the order of `target`.
+    """Read the elements `wanted` of a tensor of `shape`, flattened in the order of `target`, into `out` of shape (n,).
 
-    `read` fills a tensor of shape (m,) with an interval of the tensor, flattened in the order of `source`. Where the
-    two orders differ, complete rows of the source's chunks are read and the wanted elements are copied out of them.
+    `read(interval, out)` reads an interval of the tensor, flattened in the order of `source`. If the two orders differ,
+    complete rows of the source's chunks are read, and the wanted elements are copied out of them.
     """
     if source == target or (source.is_row_by_row and target.is_row_by_row):
         read(wanted, out)
@@ -54,10 +54,10 @@ def read_across(
 def read_transposed(
     read: Callable[[Interval, torch.Tensor], None], shape: Sequence[int], wanted: Interval, out: torch.Tensor
 ) -> None:
-    """Fill `out`, shape (n,), with elements `wanted` of a tensor of `shape`, flattened row by row.
+    """Read the elements `wanted` of a tensor of `shape`, flattened row by row, into `out` of shape (n,).
 
     `read` works as in `read_across`, but the source stores the tensor with its last two dims swapped. Every matrix
-    that holds a wanted element is read completely, one at a time.
+    that contains a wanted element is read completely, one at a time.
     """
     rows, columns = shape[-2:]
     for start in range(wanted.start // (rows * columns) * rows * columns, wanted.stop, rows * columns):
@@ -70,11 +70,11 @@ def read_transposed(
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The elements that two orders of a tensor's elements have in common, as a box in each order.
+    """A box of elements to copy from a tensor in source order to a tensor in target order.
 
-    `source` is the interval to read from the tensor in source order; it forms a box of `source_sizes`. The shared
-    elements are a box of `sizes` at `source_offsets` inside it. `target` and `target_strides` place them among the
-    wanted elements.
+    `source` is the interval to read in source order, which forms a box of `source_sizes`. The elements to copy are a
+    box of `sizes` at `source_offsets` inside it. `target` and `target_strides` are the offset and the strides of these
+    elements among the wanted ones.
     """
 
     source: Interval
@@ -86,9 +86,9 @@ class Patch:
 
 
 def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: Interval) -> Iterator[Patch]:
-    """Yield the patches that cover `wanted`.
+    """Yield patches that together copy all wanted elements of a tensor of `shape`.
 
-    `wanted` is an interval of a tensor of `shape`, flattened in the order of `target`; the reads follow the order of
+    `wanted` is an interval of the tensor, flattened in the order of `target`. The intervals to read follow the order of
     `source`.
     """
     start = 0
@@ -102,7 +102,7 @@ def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: 
 
 
 def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
-    """Yield the patches of the source's parts that cover the box `wanted` of the full tensor.
+    """Yield patches that copy the box `wanted` of the full tensor from the parts of the source.
 
     `offset` is the position of the box in the wanted interval, in elements.
     """

@@ -1,4 +1,4 @@
-"""Read directories with quantised weights as sources of their values and of their unchanged codes and scales.
+"""Read directories with quantised weights, either as decoded values or as the unchanged codes and scales.
 
 | `quant_method` | tensors of weight `X` | stored form |
 |---|---|---|
@@ -64,7 +64,7 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
 def decoded_sources(stored: _Sources, quantisation: Any, form: str | None = None) -> dict[str, TensorSource]:
     """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales.
 
-    `form` is the stored form that the caller requested.
+    `form` is the stored form that the caller requested, or None.
     """
     if _method(quantisation) == "bitsandbytes":
         return four_bit_sources(stored, form)
@@ -72,7 +72,7 @@ def decoded_sources(stored: _Sources, quantisation: Any, form: str | None = None
 
 
 def stored_values(directory: Path) -> dict[str, TensorSource]:
-    """Return every tensor of a directory by name. The sources of quantised weights return their values."""
+    """Return the sources of all tensors in a directory, by name. Quantised weights are decoded when they are read."""
     path, stored = directory / "config.json", dict(stored_tensors(directory))
     said = json_file(path, limit_nbytes=MAX_HEADER_NBYTES).get("quantization_config") if path.is_file() else None
     if said is None:
@@ -82,7 +82,7 @@ def stored_values(directory: Path) -> dict[str, TensorSource]:
 
 
 def is_to_be_decoded(quantisation: Any) -> bool:
-    """Return whether a `quantization_config` requests the values of quantised weights."""
+    """Return whether a `quantization_config` asks for the decoded values of quantised weights."""
     return quantisation is not None and bool(_setting(quantisation, "dequantize"))
 
 
@@ -90,7 +90,7 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
     """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantise the files.
 
     `asked` is the caller's `quantization_config`. `is_wanted` is false if `quantize` or `dequantize` replaces the
-    layers.
+    layers of bitsandbytes.
 
     Raises:
         ConfigError: the caller requests bitsandbytes' layers together with `quantize` or `dequantize`.
@@ -109,7 +109,10 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
 
 
 def keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
-    """Keep the weights that the files store as codes in this form at rest, unless `form` requests another form."""
+    """Mark the weights that the files store as codes, so that the sharded model stores them in the same form.
+
+    If `form` is given, weights in any other form are not marked, and their values are read.
+    """
     kept: dict[str, int] = {}
     lost = 0
     for place in places_of(model):
@@ -198,7 +201,7 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
 def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Sequence[int] | None) -> TensorSource:
     """Return the source of a weight that has one scale per block of rows and columns.
 
-    If `block` is None, one scale applies to the complete weight.
+    If `block` is None, one scale applies to each complete matrix.
     """
     *others, rows, columns = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
     height, width = (rows, columns) if block is None else block
@@ -224,9 +227,10 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
 def _read_spread(
     scales: TensorSource, rows: tuple[int, int], columns: torch.Tensor, interval: Interval, out: torch.Tensor
 ) -> None:
-    """Read block scales as if every row of the matrix had its own scale.
+    """Read the scales of blocks of rows and columns, repeated so that every row of the matrix has its own scales.
 
-    `rows` holds the number of rows in a matrix and in a block.
+    `rows` is (number of rows in a matrix, number of rows in a block). `columns` maps each scale of a row to the block
+    column that it belongs to.
     """
     first, stop = interval.start // len(columns), -(-interval.stop // len(columns))
     per_matrix, per_row = -(-rows[0] // rows[1]), int(columns[-1]) + 1

@@ -20,7 +20,11 @@ from fullshard.features.quantized_weights.marks import Mark
 
 
 def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSource:
-    """Return the tensor called `name`, which is needed to decode the tensor called `key`."""
+    """Return the tensor called `name`, which is needed to decode the tensor called `key`.
+
+    Raises:
+        CheckpointError: The files do not contain it.
+    """
     if name not in stored:
         raise CheckpointError(f"{stored[key].where} holds {key}, but no file in its directory holds {name}")
     return stored[name]
@@ -29,7 +33,10 @@ def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSo
 def coded_source(
     shape: tuple[int, ...], form: StoredForm, parts: list[TensorSource], *, is_transposed: bool = False
 ) -> TensorSource:
-    """Return the source of a weight whose parts in the files are each flattened in block order."""
+    """Return the source of a weight from the sources of its codes and scales.
+
+    Each of these sources is a tensor in the files, flattened in block order.
+    """
     mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
     coded = CodedSource(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
     read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
@@ -40,7 +47,7 @@ def coded_source(
 
 @torch.no_grad()
 def _read_decoded(coded: CodedSource, numel: int, interval: Interval, out: torch.Tensor) -> None:
-    """Fill `out` with the elements in `interval`, counted in block order.
+    """Fill `out` with the decoded elements in `interval`, counted in block order.
 
     The elements are decoded in pieces to limit memory use.
     """
@@ -67,7 +74,7 @@ def fill_cut(
     interval: Interval,
     out: Mapping[str, torch.Tensor],
 ) -> bool:
-    """Read the codes and scales of elements `interval` of this rank's part of a weight.
+    """Read the codes and scales of the elements in `interval` of this rank's part of a weight.
 
     Return False if tensor parallelism splits the weight inside a block.
     """

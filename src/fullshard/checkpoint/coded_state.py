@@ -1,8 +1,8 @@
-"""Store optimizer state that is kept in 4 or 8 bits as codes with one scale per block (bitsandbytes, torchao).
+"""Store optimizer state that is kept as 4-bit or 8-bit codes with one scale per block (bitsandbytes, torchao).
 
 Blocks are counted from the start of a rank's interval. A checkpoint stores codes and scales unchanged, and a rank with
-the same interval restores them bit for bit. With another number of ranks or in another program, the state is read as a
-tensor of ordinary values, which an optimizer of this kind encodes again.
+the same interval restores them bit for bit. With a different number of ranks, or in another program, the state is read
+as ordinary values, and the optimizer encodes them again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITSANDBYTES_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
-    """One tensor of optimizer state in the form in which its optimizer stores it. See `CodeRecord`.
+    """A tensor of optimizer state, stored as codes and scales in the same way as in its optimizer. See `CodeRecord`.
 
     `dtype` is the dtype of the decoded values.
     """
@@ -53,7 +53,10 @@ class CodedTensor:
 
 
 def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
-    """Return the coded tensors of one parameter's state, by key, and the keys of the tensors that they consist of."""
+    """Return the tensors of one parameter's state that are stored as codes, by key.
+
+    The second result contains further keys of the state, whose tensors are part of these coded tensors.
+    """
     found: dict[str, CodedTensor] = {}
     parts: set[str] = set()
     for key, value in state.items():
@@ -75,7 +78,7 @@ def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set
 
 
 def rows_of(optimizer: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return views of the moving averages that share one uncoded 2-D tensor, one per row, named `KEY.ROW`."""
+    """Return views of moving averages that bitsandbytes keeps as rows of one uncoded 2-D tensor, named `KEY.ROW`."""
     if not is_of(optimizer, "bitsandbytes"):
         return {}
     return {
@@ -111,9 +114,9 @@ def _of_torchao(value: Any, bits: int) -> CodedTensor:
 
 
 def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None:
-    """Return the state that the first step creates for parameter `index` of `group`.
+    """Return the state that the optimizer's first step would create for parameter `index` of group `group`.
 
-    Return None if the state consists of ordinary tensors.
+    Return None if the optimizer keeps its state as ordinary tensors.
     """
     parameter = optimizer.param_groups[group]["params"][index]
     if isinstance(parameter, ShardedParameter):

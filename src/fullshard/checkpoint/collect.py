@@ -1,4 +1,4 @@
-"""Collect one rank's contribution to a checkpoint, and merge all contributions on rank 0."""
+"""Collect each rank's part of a checkpoint, and merge the reports of all ranks into the manifest on rank 0."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from fullshard.features.averages import EMA
 
 
 class LoadArguments(TypedDict, total=False):
-    """The `load_checkpoint` arguments that name the objects to save or restore."""
+    """The arguments of `load_checkpoint` that specify the objects to save or restore."""
 
     model: Required[nn.Module]
     optimizer: torch.optim.Optimizer | None
@@ -73,10 +73,10 @@ class SaveArguments(LoadArguments, total=False):
 
 
 class StateReport(BaseModel):
-    """One rank's report on one value of optimizer state, with a checksum if it is replicated.
+    """One rank's report on one value of optimizer state.
 
-    `record` is the record that this rank would write, including its own piece. Ranks compare it for values that must be
-    the same on all of them.
+    `record` is the record that this rank would write, including its own piece. If every rank holds the complete value,
+    `digest` is its checksum, so that the manifest is written only if it is the same on all ranks.
     """
 
     record: StateTensorRecord | StateValueRecord
@@ -86,7 +86,8 @@ class StateReport(BaseModel):
 class RankReport(BaseModel):
     """One rank's report on the files that it wrote.
 
-    `tensors` gives the dtype of each parameter or buffer, the elements that the rank wrote, and their form.
+    `tensors` contains (dtype, start, stop, form) for each parameter or buffer, where the rank has written the elements
+    from start to stop.
     """
 
     files: dict[str, FileRecord]
@@ -95,9 +96,9 @@ class RankReport(BaseModel):
 
 
 class RankWriter:
-    """Collect and write one rank's part of a save.
+    """Collects and writes one rank's part of a save.
 
-    The constructor raises all errors that can be detected before a byte is written.
+    The constructor raises all errors that can be detected before anything is written.
     """
 
     def __init__(self, store: Store, rank: int, arguments: SaveArguments) -> None:
@@ -149,7 +150,7 @@ class RankWriter:
         return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
 
     def stage(self, memory: HostMemory) -> None:
-        """Copy the state to be written, so that later training steps cannot change it."""
+        """Copy the state that will be written to host memory, so that later training steps cannot change it."""
         self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:
@@ -176,9 +177,10 @@ class RankWriter:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
     def manifest(self, reports: Sequence[RankReport], *, parts: int = 1, is_shared: bool = True) -> Manifest:
-        """Merge the reports of all ranks into the manifest, on rank 0.
+        """Merge the reports of all ranks into the manifest. Only rank 0 calls this.
 
-        For a shared directory, also check the sizes of the files. For `parts`, see `Manifest.parts`.
+        If all ranks write to one shared directory, also check the sizes of the files. For `parts`, see
+        `Manifest.parts`.
         """
         mesh, optimizer = self.mesh, None
         if self.optimizer is not None:
@@ -229,7 +231,7 @@ class RankWriter:
 
 
 def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dict[str, Any]:
-    """Return the Python values to save, keyed by their manifest names. All ranks must call this if any are sharded."""
+    """Return the Python values to save, by manifest name. All ranks must call this if values have sharded tensors."""
     sources = {
         "scheduler": arguments.get("scheduler"),
         "scaler": arguments.get("scaler"),
@@ -254,9 +256,9 @@ def _state_dict(source: Any) -> Any:
 
 
 def _with_wholes(value: Any, *, is_kept: bool) -> Any:
-    """Replace the sharded tensors in a value with full tensors in host memory.
+    """Return a value in which full tensors in host memory replace the sharded ones. All ranks must call this.
 
-    If `is_kept` is false, they are gathered but replaced with empty tensors.
+    If `is_kept` is false, the tensors are still gathered, but replaced with empty tensors.
     """
     if isinstance(value, ShardedTensor):
         whole = value.full_tensor()
@@ -270,7 +272,7 @@ def _with_wholes(value: Any, *, is_kept: bool) -> Any:
 
 
 def _parts(local: LocalTensor) -> dict[str, torch.Tensor]:
-    """Return the tensors to store for a parameter or buffer, by their names in the file."""
+    """Return the tensors that store this rank's part of a parameter or buffer, by their names in the file."""
     held = local.held
     if isinstance(held, CodedPart):
         return {f"{local.name}.{name}": part for name, part in held.parts.items()}
@@ -278,7 +280,7 @@ def _parts(local: LocalTensor) -> dict[str, torch.Tensor]:
 
 
 def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
-    """Return the tensors to store for an entry of optimizer state, by their names in the file."""
+    """Return the tensors that store an entry of optimizer state, by their names in the file."""
     if isinstance(entry.value, CodedTensor):
         return {f"{entry.name}.{part}": tensor for part, tensor in entry.value.parts().items()}
     tensor: torch.Tensor = entry.value.detach()
@@ -320,7 +322,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
 def _merge_tensors(
     known: Sequence[LocalTensor], reports: Sequence[RankReport], is_stored: Callable[[LocalTensor], bool]
 ) -> dict[str, TensorRecord]:
-    """Merge the pieces of each parameter or buffer that all ranks wrote into one record per tensor."""
+    """Return one record per parameter or buffer, which lists the pieces that all ranks have written."""
     records = {}
     for local in known:
         pieces = []
@@ -347,7 +349,7 @@ def _merge_tensors(
 
 
 def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTensorRecord | StateValueRecord]]:
-    """Merge the optimizer state of all ranks and check that replicated values are the same on all of them."""
+    """Merge the records of optimizer state from all ranks, and check that they agree, including replicated values."""
     merged: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {}
     first: dict[tuple[str, str], tuple[int, StateReport]] = {}
     pieces: dict[tuple[str, str], list[PieceRecord]] = {}
@@ -369,5 +371,5 @@ def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTens
 
 
 def _comparable(report: StateReport) -> tuple[Any, int]:
-    """Return the parts of a report that must be equal on all ranks. This omits the pieces."""
+    """Return the contents of a report that must be equal on all ranks, which are all except the pieces."""
     return report.record.model_dump(exclude={"pieces"}), report.digest

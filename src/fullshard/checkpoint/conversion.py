@@ -1,11 +1,13 @@
 """Convert the tensors of a Hugging Face directory to those of a model and back, with Transformers' own rules.
 
-Transformers 5 gives the tensors of many models other names in memory than on disk. Some also have another form: all
-experts of a layer in one tensor, or a fused projection split into three. The rules are Transformers objects: a
-*renaming* maps a name to another name, and a *converter* computes tensors from other tensors. This module asks the
-rules which tensors belong together and applies them to one such `Group` at a time, so that only one group is in memory.
+In Transformers 5, the tensors of many models have other names in memory than on disk. Some also have another form. For
+example, all experts of a layer are one tensor, or a fused projection is split into three. The rules are Transformers
+objects: a *renaming* maps a name to another name, and a *converter* computes tensors from other tensors. This module
+determines from the rules which tensors belong together, and converts one such `Group` at a time, so that only one group
+is in memory.
 
-Earlier versions of Transformers have no rules. There a tensor keeps its name, except for the prefix of its base model.
+Earlier versions of Transformers do not have rules. With these, a tensor keeps its name, except for the prefix of its
+base model.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.
 
 @dataclass(frozen=True)
 class Outline:
-    """Describes a model to Transformers' conversion rules.
+    """The description of a model that Transformers' conversion rules need.
 
-    It holds the configuration and the names, shapes and dtypes of the unsharded tensors.
+    It contains the configuration and the names, shapes and dtypes of the unsharded tensors.
     """
 
     config: Any
@@ -40,12 +42,12 @@ class Outline:
     tensors: Mapping[str, torch.Tensor]
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return the tensor with that name, on the meta device."""
+        """Return the tensor with this name, which is on the meta device."""
         return self.tensors[name]
 
     @property
     def title(self) -> str:
-        """Return the model's name for messages."""
+        """Return the name of the model for error messages."""
         return type(self.config).__name__.removesuffix("Config")
 
 
@@ -53,8 +55,8 @@ class Outline:
 class Group:
     """A group of tensors that the converter `rule` computes together. `first` is the name of the first one.
 
-    `takes` lists the inputs in order, each as the pattern of the rule that its name matches and its name. The names of
-    the results are mapped by `renamings`.
+    `takes` lists the inputs in order as (pattern, name), where the pattern is the one in the rule that matches the
+    name. `renamings` are applied to the names of the results.
     """
 
     rule: Any
@@ -63,25 +65,25 @@ class Group:
     renamings: tuple[Any, ...] = ()
 
     def convert(self, get: Callable[[str], torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """Return the tensors that the rule computes, by name. `get` returns an input by its name."""
+        """Return the tensors that the rule computes, by name. `get` returns the input with a given name."""
         return self._apply([(pattern, name, get(name)) for pattern, name in self.takes], outline)
 
     def convert_meta(self, metas: Mapping[str, torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """Return the results of the rule on the meta device, to find their names, shapes and dtypes."""
+        """Apply the rule on the meta device, to find the names, shapes and dtypes of its results."""
         with torch.device("meta"):
             return self.convert(lambda name: metas[name].to("meta"), outline)
 
     def row(self, index: int, get: Callable[[str], torch.Tensor], outline: Outline) -> torch.Tensor:
-        """Return row `index` of the result without computing the others. Only valid if `has_rows`."""
+        """Return row `index` of the result without computing the other rows. Call this only if `has_rows` is true."""
         taken = [(pattern, names[index], get(names[index])) for pattern, names in self._by_pattern.items()]
         return next(iter(self._apply(taken, outline).values()))
 
     @property
     def has_rows(self) -> bool:
-        """Return whether each row of the result can be computed without the others.
+        """Return whether each row of the result can be computed separately.
 
-        This is the case if the rule stacks lists of equal length along dim 0 and no later step mixes the rows. It
-        allows reading one expert of a layer without the others.
+        This is the case if the rule stacks lists of equal length along dim 0 and no later step mixes the rows. Then one
+        expert of a layer can be read without the others.
         """
         first, *others = self.rule.operations
         stacks = type(first).__name__ == "MergeModulelist" and first.dim == 0 and len(self.rule.target_patterns) == 1
@@ -94,7 +96,7 @@ class Group:
 
     @property
     def keeps_rows(self) -> bool:
-        """Return whether the rule only concatenates or stacks tensors, without changing rows along their last dim."""
+        """Return whether the rule only concatenates or stacks tensors and does not change rows along the last dim."""
         return all(type(op).__name__ in ("MergeModulelist", "Concatenate") for op in self.rule.operations)
 
     @functools.cached_property
@@ -126,16 +128,16 @@ class Rules:
         self._by_pattern = {pattern: t for t in self._converters for pattern in t.source_patterns}
 
     def used(self) -> list[Any]:
-        """Return the rules that matched a name in the files."""
+        """Return the rules that have matched a name in the files."""
         return [transform for transform in self.transforms if transform.was_used()]
 
     def load(self, keys: Iterable[str]) -> tuple[dict[str, str], list[Group], list[str], list[tuple[str, str]]]:
-        """Return how to compute the model's tensors from files that hold tensors named `keys`.
+        """Return how to compute the model's tensors from files that contain tensors named `keys`.
 
         Returns:
-            A tuple of four: the file name of each tensor that is stored unchanged; the groups that compute the other
-            tensors; the names in the files that are not used; and (model name, file name) pairs for further copies of
-            tensors that are stored unchanged.
+            A tuple of four: the names in the files of tensors that are stored unchanged, keyed by model name; the
+            groups that compute the other tensors; the names in the files that are not used; and (model name, name in
+            the file) for each further copy of a tensor that is stored unchanged.
         """
         known = self.outline.tensors
         as_it_is: dict[str, str] = {}
@@ -155,10 +157,11 @@ class Rules:
         return as_it_is, list(groups.values()), unused, again
 
     def save(self, names: Iterable[str]) -> tuple[dict[str, str], list[Group]]:
-        """Return how to store the model's tensors.
+        """Return how to store the model's tensors named `names`.
 
         Returns:
-            The stored name of each tensor that is stored unchanged, and the groups that convert the others.
+            The names in the files of tensors that are stored unchanged, keyed by model name, and the groups that
+            convert the other tensors.
         """
         as_it_is: dict[str, str] = {}
         groups: dict[str, Group] = {}
@@ -179,10 +182,10 @@ class Rules:
         return name, None
 
     def _prefixed(self, name: str) -> str:
-        """Return a tensor's name with the base model's prefix added or removed, as the model requires.
+        """Return a tensor's name with the prefix of the base model added or removed, so that the model has this name.
 
-        A name that exists in the model is returned unchanged. Transformers changes the prefix even then, and so swaps
-        two norms of Pixio's backbone, where one name has the prefix and the other does not.
+        If the model has the name already, return it unchanged. Transformers changes the prefix even then, and thus
+        swaps two norms of Pixio's backbone, where one name has the prefix and the other does not.
         """
         prefix = f"{self.outline.base_model_prefix}."
         candidates = (name, name.removeprefix(prefix), prefix + name)
@@ -198,7 +201,8 @@ def loading_rules(model: nn.Module, outline: Outline) -> Rules:
 def saving_rules(model: nn.Module, outline: Outline) -> Rules:
     """Return the rules that convert the tensors of `model` to a Hugging Face directory.
 
-    These are the reversed rules of the model's own load or, if it was not loaded, of its model class.
+    These are the rules with which the model was loaded, in reverse. If it was not loaded from files, they are the
+    reversed rules of its class.
     """
     mapping = _conversion_mapping()
     if mapping is None or not hasattr(getattr(model, "config", None), "save_pretrained"):
@@ -215,16 +219,16 @@ def saving_rules(model: nn.Module, outline: Outline) -> Rules:
 
 
 def outline_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outline:
-    """Return the outline of a model from its tensors, given by name.
+    """Return the outline of a model with these tensors, keyed by name.
 
-    The tensors may be stand-ins that only have the right shapes and dtypes.
+    Only the shapes and dtypes of the tensors are used, not their values.
     """
     metas = {clean_name(name): tensor.detach().to("meta") for name, tensor in tensors.items()}
     return Outline(getattr(model, "config", None), getattr(model, "base_model_prefix", ""), metas)
 
 
 class _Legacy:
-    """Renames tensors in the way that every version of Transformers does."""
+    """Applies the renamings that all versions of Transformers share."""
 
     def rename_source_key(self, name: str) -> tuple[str, str | None]:
         for old, new in _RENAMED.items():
@@ -242,7 +246,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, Any, int]]:
-    """Return a sort key that puts the second expert before the tenth.
+    """Return a sort key that orders numbers in names by value, so that expert 2 comes before expert 10.
 
     Transformers uses this order for the tensors of a group.
     """
@@ -257,7 +261,7 @@ def _natural(name: str) -> list[tuple[int, Any, int]]:
 
 
 def _conversion_mapping() -> Any:
-    """Return the Transformers module that holds the rules, or None if this version does not have it."""
+    """Return the Transformers module that contains the rules, or None if the installed version does not have it."""
     try:
         return importlib.import_module("transformers.conversion_mapping")
     except ImportError:
