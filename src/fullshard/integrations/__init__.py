@@ -1,1 +1,1 @@
-"""Adapters for other libraries. Each can only be imported if its library is installed."""
+"""Adapters for other libraries. An adapter can only be imported if its library is installed."""

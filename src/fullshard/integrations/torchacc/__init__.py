@@ -1,10 +1,8 @@
-"""TorchAcc's interface to fullshard's engine. Scripts import it as `fullshard.torchacc`; see `docs/torchacc.md`.
+"""TorchAcc's interface, implemented on fullshard's engine. Scripts import it as `fullshard.torchacc`.
 
-import fullshard.torchacc as torchacc
+See `docs/torchacc.md`.
 
-config = torchacc.Config()
-config.compute.bf16 = True
-config.dist.fsdp.size = 4
+import fullshard.torchacc as torchacc config = torchacc.Config() config.compute.bf16 = True config.dist.fsdp.size = 4
 model, loader = torchacc.accelerate(model, loader, config)
 """
 

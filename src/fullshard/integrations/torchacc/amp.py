@@ -24,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: The factor by which the scale grows after `growth_interval` steps without overflow.
         backoff_factor: The factor by which the scale shrinks after an overflow.
         growth_interval: The number of steps without overflow after which the scale grows.
-        enabled: If False, all calls pass through.
+        enabled: If False, losses are not scaled and no steps are skipped.
         use_zero_grad: Has no effect. In TorchAcc, an overflow leads to a step with zero gradients instead of a skipped
             step; here the step is always skipped.
     """
@@ -50,7 +50,10 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def require_scaler(model: nn.Module) -> None:
-    """Refuse steps on `model` by an optimizer without a scaler, because small float16 gradients underflow to zero."""
+    """Make every optimizer raise an error if it updates `model` without a loss scaler.
+
+    Without a scaler, small float16 gradients would underflow to zero.
+    """
     reference = weakref.ref(model)
 
     def check(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""TorchAcc's module of this name. `fullshard.config.torchacc` defines the fields and their effects."""
+"""The counterpart of TorchAcc's `config` module. `fullshard.config.torchacc` defines the fields and their effects."""
 
 from fullshard.config.torchacc import (
     ComputeConfig,

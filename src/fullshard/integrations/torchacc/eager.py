@@ -11,7 +11,10 @@ from fullshard.api.state import ProcessState, launched_device
 
 
 def joined() -> ProcessState:
-    """Return this process's place in the job. Join the job first if a launcher started it and it has not joined yet."""
+    """Return this process's place in the job.
+
+    If a launcher started this process and it has not joined the job yet, join the job first.
+    """
     return ProcessState.start(device=launched_device())
 
 
@@ -22,7 +25,7 @@ def sync(wait: bool = False) -> None:
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """Do the same as `sync`. `reset_scope` has no effect, because operations are not recorded."""
+    """Do the same as `sync(wait)`. `reset_scope` has no effect, because operations are not recorded."""
     sync(wait)
 
 
@@ -32,12 +35,12 @@ def lazy_device() -> torch.device:
 
 
 def is_lazy_device(device: torch.device | str) -> bool:
-    """Return False, because no device records operations to run them later."""
+    """Return False, because operations run immediately on every device."""
     return False
 
 
 def is_lazy_tensor(tensor: torch.Tensor) -> bool:
-    """Return False, because the values of every tensor exist."""
+    """Return False, because every tensor already contains its values."""
     return False
 
 
@@ -50,5 +53,5 @@ def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def send_cpu_data_to_device(data: Any, device: torch.device | str, input_sharding: None = None) -> Any:
-    """Return `data`, any nesting of lists, tuples, and mappings, with its tensors on `device`."""
+    """Return a copy of `data` with its tensors on `device`. `data` may contain nested lists, tuples, and mappings."""
     return send_to_device(data, torch.device(device))

@@ -30,9 +30,10 @@ from fullshard.wrap.policies import Auto, ByClass
 
 
 class AcceleratedModel:
-    """A mixin for the class of the model that `accelerate` returns, which is the model it received.
+    """A mixin that `accelerate` adds to the class of the model.
 
-    The model keeps its attributes: `model.config` is still Hugging Face's, and `generate` works.
+    `accelerate` returns the model that it received, so that all attributes remain: `model.config` is still Hugging
+    Face's, and `generate` works.
     """
 
     @property
@@ -45,7 +46,10 @@ class AcceleratedModel:
         return clip_grad_norm_(self, max_norm, norm_type)  # type: ignore[arg-type]
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """Return the positions of this rank's slices, which should be saved with `state_dict()`."""
+        """Return a description of which slices of the parameters this rank holds.
+
+        Save it together with `state_dict()`, because the files of all ranks cannot be combined without it.
+        """
         return shard_metadata(self)  # type: ignore[arg-type]
 
     def sharded_optim_state_dict(self, optim: torch.optim.Optimizer) -> dict[str, Any]:
@@ -55,7 +59,7 @@ class AcceleratedModel:
     def full_optim_state_dict(
         self, optim: torch.optim.Optimizer, rank0_only: bool = True, cpu_offload: bool = True
     ) -> dict[str, Any]:
-        """Return the optimizer's state with unsharded tensors. This is a collective.
+        """Return the optimizer's state with unsharded tensors. All ranks must call this.
 
         With `rank0_only`, the result is empty on all ranks other than rank 0.
         """
@@ -66,14 +70,14 @@ class AcceleratedModel:
     def optim_state_dict_to_load(
         self, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any], rank0_only: bool = True
     ) -> dict[str, Any]:
-        """Return the state for `optim.load_state_dict`.
+        """Return the state to pass to `optim.load_state_dict`.
 
-        With `rank0_only`, rank 0 sends its state to the other ranks, which makes the call a collective.
+        With `rank0_only`, rank 0 sends its state to the other ranks, so all ranks must call this.
         """
         return broadcast_object(optim_state_dict) if rank0_only else optim_state_dict
 
     def forward_backward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise an error, because this function belongs to pipeline parallelism."""
+        """Raise `ConfigError`, because TorchAcc's method is for pipeline parallelism, which is not supported."""
         raise ConfigError(
             "forward_backward belongs to pipeline parallelism, which is not supported",
             hint="use loss = model(...); loss.backward()",
@@ -101,7 +105,7 @@ def accelerate(
 
     Raises:
         ConfigError: If a field is not supported on these ranks, or if the model is sharded already.
-        WrapError: If the model does not have a class of the given name.
+        WrapError: If the config names a module class that does not occur in the model.
     """
     config = Config.of(config)
     config.validate()

@@ -28,13 +28,13 @@ _NO_EFFECT = {
 class AsyncLoader:
     """A loader that pads the batches of another loader and moves them to the device.
 
-    Other attributes are taken from the wrapped loader.
+    All other attributes of the wrapped loader are available on this loader too.
 
     Args:
         loader: The loader. It either divides its data over the ranks or only has this rank's data.
         device: The device to which batches are moved.
-        buckets: The lengths to which batches are padded, in ascending order. The length of a longer batch is added to
-            the buckets.
+        buckets: The lengths to which batches are padded, in ascending order. If a batch is longer than all buckets, its
+            length is added to them.
         max_length: The largest length, as an alternative to `buckets`. The other lengths are evenly spaced below it.
         num_buckets: The number of lengths if `max_length` is given.
         pad_value_dict: The value to pad with for each key of a batch. By default, `input_ids` and `attention_mask` are
@@ -83,7 +83,10 @@ class AsyncLoader:
         return getattr(self.loader, name)
 
     def _padded(self, batch: Any, lengths: list[int]) -> dict[str, Any]:
-        """Return a batch with its tensors padded to the next bucket, so that the number of shapes stays small."""
+        """Return a batch whose tensors are padded to the next larger bucket.
+
+        Batches then have only a few different shapes.
+        """
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"buckets require batches that are dicts, got a {type(batch).__name__}",

@@ -1,7 +1,7 @@
 """Saving and consolidation with TorchAcc's interface, without losing the data of any rank.
 
-The file of every rank has torch_xla's metadata, so `fullshard ckpt import` also reads it. Unsharded tensors must fit in
-the memory of one host, which `fullshard.checkpoint` does not require.
+The file that each rank writes contains torch_xla's metadata, so `fullshard ckpt import` also reads it. Unsharded
+tensors must fit in the memory of one host, which `fullshard.checkpoint` does not require.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _OWN_NAME = re.compile(r"rank-?(\d+)-of-(\d+)")
 
 
 def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> None:
-    """Write `obj` with `torch.save`, with tensors moved to the host. This is a collective, so every rank must call it.
+    """Write `obj` with `torch.save`, after moving its tensors to the host. All ranks must call this.
 
     Args:
         obj: Any object that `torch.save` accepts.
         path: The file. With `master_only=False` and the same path on all ranks, each rank writes a separate file:
-            `DIRECTORY/rank-R-of-W.pth` if the path is a directory or has no suffix, else `NAME_rank-R-of-W.SUFFIX`.
+            `DIRECTORY/rank-R-of-W.pth` if the path is a directory or has no suffix, or otherwise
+            `NAME_rank-R-of-W.SUFFIX`.
         master_only: Whether rank 0 writes for all ranks, after gathering sharded parameters and optimizer state. If
             False, every rank writes its slices.
 
     Raises:
-        CheckpointError: Raised on every rank if the file cannot be written or if ranks hold state of different
-            parameters.
+        CheckpointError: Raised on every rank if the file cannot be written or if the ranks' optimizer states are for
+            different parameters.
     """
     environment = joined().environment
     target = local_path(path)
@@ -59,7 +60,10 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
 
 
 def shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Return torch_xla's description of this rank's slices, which should be saved with `model.state_dict()`."""
+    """Return torch_xla's description of which slices of the parameters this rank holds.
+
+    Save it together with `model.state_dict()`.
+    """
     environment = joined().environment
     sharded = {
         name: {"_orig_name": name, "_orig_size": tuple(value.shape)}
@@ -76,9 +80,9 @@ def shard_metadata(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, cpu: bool = True) -> dict[str, Any]:
-    """Return an optimizer's state dict with unsharded tensors, on the host if `cpu` is set. This is a collective.
+    """Return an optimizer's state dict with unsharded tensors, on the host if `cpu` is set. All ranks must call this.
 
-    Ranks with `keep=False` only take part in the collective and return only the parameter groups.
+    On ranks with `keep=False`, the result contains only the parameter groups.
     """
     groups, states = state_dict["param_groups"], state_dict["state"]
     keys = [[key, sorted(map(str, state))] for key, state in states.items()]
@@ -104,7 +108,7 @@ def consolidate_sharded_model_checkpoints(
     save_path: str | os.PathLike[str] = "",
     save_model: bool = True,
 ) -> tuple[dict[str, Any], str]:
-    """Combine the files of all ranks into one file with unsharded tensors. One rank calls this; it is not a collective.
+    """Combine the files of all ranks into one file with unsharded tensors. Call this on a single rank.
 
     Args:
         ckpt_prefix: The path that was passed to `save` (a directory, or a file to whose name the ranks were added), or
@@ -118,8 +122,8 @@ def consolidate_sharded_model_checkpoints(
         The unsharded state dict, on the host, and the path of the file.
 
     Raises:
-        CheckpointError: If there are no files, files of several saves, missing ranks, or elements that no file
-            contains.
+        CheckpointError: If there are no files, if they come from several saves, if the file of a rank is missing, or if
+            some elements are in none of the files.
     """
     prefix, target = local_path(ckpt_prefix), local_path(save_path or CONSOLIDATED)
     if prefix.is_dir():
@@ -137,10 +141,12 @@ def consolidate_sharded_model_checkpoints(
 
 
 def _plain(value: Any, made: dict[int, Any], *, gathers: bool, keep: bool) -> Any:
-    """Return a value that can be saved, with plain tensors on the host. A tensor that occurs twice stays shared.
+    """Convert a value so that it can be saved: its tensors become plain tensors on the host.
 
-    With `gathers`, sharded tensors and the state in an optimizer's state dict are gathered, so ranks must visit tensors
-    in the same order. Ranks with `keep=False` only take part and get None for every tensor.
+    A tensor that occurs twice is copied once. `made` holds the copies, keyed by the id of the original tensor.
+
+    With `gathers`, sharded tensors and optimizer state are gathered from all ranks. All ranks must then call this with
+    their tensors in the same order. Ranks with `keep=False` take part but get None for every tensor.
     """
     if isinstance(value, torch.Tensor):
         if id(value) not in made:
@@ -167,7 +173,7 @@ def _own_path(path: Path, rank: int, world_size: int) -> Path:
 
 
 def _write(value: Any, path: Path) -> None:
-    """Write to a temporary file first, so that a crash does not destroy an existing file."""
+    """Write to a temporary file and then rename it, so that a crash does not destroy an existing file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as temporary, temporary.open("wb") as file:

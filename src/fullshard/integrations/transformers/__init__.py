@@ -4,8 +4,8 @@
     from fullshard.integrations.transformers import DPOTrainer, DPOConfig             instead of trl's
     CPOTrainer = sharded(trl.experimental.cpo.CPOTrainer)                             any class derived from a Trainer
 
-These are subclasses of the original classes with the mixin `ShardedTraining`. A script that imports from `transformers`
-and `trl` gets them without changes under `fullshard launch`, which calls `install()` first.
+These are subclasses of the original classes with the mixin `ShardedTraining`. Under `fullshard launch`, a script that
+imports the classes from `transformers` and `trl` gets them without changes, because the launcher calls `install()`.
 """
 
 from __future__ import annotations

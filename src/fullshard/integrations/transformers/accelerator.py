@@ -1,4 +1,4 @@
-"""The Accelerator of a `Trainer`: fullshard's, with the few additional attributes that Trainer and TRL use."""
+"""The Accelerator of a `Trainer`. It adds to fullshard's the few attributes that Trainer and TRL also use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffer
 class TrainerAccelerator(Accelerator):
     """The Accelerator that drives the engine for a Trainer.
 
-    With tensor parallelism, `tensor_parallel_size` ranks have held parts of the layers since the model was loaded.
+    `tensor_parallel_size` is the number of ranks over which each layer was split when the model was loaded.
     """
 
     parallelism_config = None
@@ -83,22 +83,32 @@ class TrainerAccelerator(Accelerator):
         return self._tiles
 
     def gather(self, tensor: Any) -> Any:
-        """Gather a tensor from all ranks. Trainer divides the result by the number of ranks with the same batch."""
+        """Gather a tensor from all ranks.
+
+        With tensor parallelism, several ranks have the same batch, and Trainer divides the result by their number.
+        """
         return collectives.gather(tensor)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Do nothing, because each micro-batch is reduced into the sharded gradient, which needs no extra memory."""
+        """Do nothing.
+
+        Accumulating gradients over micro-batches needs no extra memory, because every micro-batch is reduced into the
+        sharded gradient.
+        """
         yield
 
     @property
     def state_dict_type(self) -> str:
-        """Return SHARDED_STATE_DICT or FULL_STATE_DICT, the form of saved weights, which scripts set on the plugin."""
+        """Return the form of saved weights: SHARDED_STATE_DICT or FULL_STATE_DICT.
+
+        Scripts set it on the Accelerator's FSDP plugin.
+        """
         return self._state_dict_type()
 
     @property
     def writes_torch_format(self) -> bool:
-        """Return whether checkpoints are also written in torch's format."""
+        """Return whether checkpoints are also written in torch's distributed checkpoint format."""
         return self._config.checkpoint.format == "dcp"
 
     @property
@@ -144,7 +154,10 @@ def _refuse(args: Any) -> None:
 
 
 def _check_split(parallelism_config: Any, tiles: int) -> None:
-    """Refuse a tensor parallel size that differs from the loaded model's, because layers are not split here."""
+    """Raise an error if the config's tensor parallel size differs from that of the loaded model.
+
+    The Trainer cannot split layers, because this happens when the model is loaded.
+    """
     wanted = asked_tensor_parallel_size(parallelism_config)
     if wanted not in (1, tiles):
         raise ConfigError(

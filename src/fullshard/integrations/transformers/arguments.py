@@ -1,4 +1,4 @@
-"""`TrainingArguments`, where every option of `fsdp` and every key of `fsdp_config` is supported or an error.
+"""`TrainingArguments` that check `fsdp` and `fsdp_config`: every key is either supported or an error.
 
 Transformers reads the keys that it supports and ignores the others. Here the arguments are read with the same table as
 `fullshard launch --fsdp_config`, as soon as they are created.
@@ -37,7 +37,7 @@ _PREPARED: dict[str, Any] = {
 
 
 def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
-    """Return the settings in the two arguments. `fsdp_config` has an effect even without `fsdp`."""
+    """Return the settings that `fsdp` and `fsdp_config` contain. `fsdp_config` has an effect even without `fsdp`."""
     reading = Reading()
     if isinstance(fsdp, list | tuple):  # Transformers also accepts a list of its FSDPOption
         fsdp = " ".join(str(getattr(word, "value", word)) for word in fsdp)
@@ -54,7 +54,7 @@ def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
 
 
 def resolved_configuration(args: Any) -> Resolved:
-    """Return the configuration of a run with a Trainer. The arguments take precedence over the launcher's settings."""
+    """Return the configuration for training with a Trainer. Its arguments override the launcher's settings."""
     reading = args.__dict__.get("_fullshard_reading")
     if reading is None:  # Transformers' own class
         reading = read_fsdp_arguments(None if args.fsdp is True else args.fsdp, args.fsdp_config)
@@ -62,9 +62,10 @@ def resolved_configuration(args: Any) -> Resolved:
 
 
 def join_accelerate() -> None:
-    """Make Accelerate, which determines the device and the ranks for the arguments, find the same ones as fullshard.
+    """Make Accelerate use the CPU if this process was launched on a machine without accelerators.
 
-    Otherwise, on a machine without accelerators, it would find a single process on every rank.
+    Accelerate determines the device and the ranks for `TrainingArguments`. Otherwise, it would find a single process on
+    every rank.
     """
     is_cpu = read_rank_environment().launched and not torch.accelerator.is_available()
     if is_cpu and "ACCELERATE_USE_CPU" not in os.environ:
@@ -72,7 +73,7 @@ def join_accelerate() -> None:
 
 
 class ShardedArguments:
-    """A mixin for `TrainingArguments` that reads `fsdp` and `fsdp_config` and joins the job for the engine."""
+    """A mixin for `TrainingArguments` that reads `fsdp` and `fsdp_config`, and joins the job."""
 
     def __post_init__(self: Any) -> None:
         if self.deepspeed:  # otherwise, Transformers would require the package
@@ -82,7 +83,7 @@ class ShardedArguments:
         super().__post_init__()  # type: ignore[misc]
 
     def _process_fsdp_args(self: Any) -> None:
-        """Read the two fields in place of Transformers, which calls this method after it has set all fields."""
+        """Read `fsdp` and `fsdp_config`. Transformers calls this method after it has set all fields."""
         join_accelerate()
         reading = read_fsdp_arguments(self.fsdp, self.fsdp_config)
         refuse(reading.problems)
@@ -93,7 +94,10 @@ class ShardedArguments:
 
     @cached_property
     def _setup_devices(self: Any) -> torch.device:
-        """Return the device of this rank. Create the process group first, because Accelerate's would lack Gloo."""
+        """Return the device of this rank.
+
+        Create the process group first, because a group that Accelerate created would have no Gloo backend.
+        """
         join_accelerate()
         if read_rank_environment().launched:
             device = "cpu" if self.use_cpu else launched_device()
@@ -110,7 +114,10 @@ class ShardedArguments:
 
 
 def _as_declared(args: Any, fsdp: Any) -> Any:
-    """Return the type that `TrainingArguments.fsdp` has after parsing: a boolean, or a list in Transformers 5.6."""
+    """Convert `fsdp` to the type that Transformers gives `TrainingArguments.fsdp` after parsing.
+
+    The type is a boolean, or a list in Transformers 5.6.
+    """
     declared = (vars(cls).get("__annotations__", {}).get("fsdp") for cls in type(args).__mro__)
     if "list" not in str(next(filter(None, declared))):  # HfArgumentParser changes the type of the field itself
         return bool(fsdp)
@@ -123,12 +130,15 @@ _WORDS = {"sharding.strategy": "sharding_strategy", "sharding.cpu_offload": "cpu
 
 
 def _plain(reading: Reading) -> dict[str, Any]:
-    """Return the settings of a reading as an equivalent `fsdp_config`, because arguments are copied by their fields."""
+    """Convert the settings of a reading back to an equivalent `fsdp_config`.
+
+    Arguments may be copied field by field, so the settings must be in a field.
+    """
     values = {_WORDS[s.path]: s.value for s in reading.settings if s.path in _WORDS}
     return values | {name.removeprefix("fsdp_"): entry.plain for name, entry in reading.entries.items()}
 
 
 def asked_timeout(args: Any) -> float | None:
-    """Return the seconds that `ddp_timeout` lets a rank wait for others, or None if it has its default value."""
+    """Return the timeout that the user set in `ddp_timeout`, in seconds. Return None if it has its default value."""
     seconds = float(args.ddp_timeout)
     return None if seconds == TIMEOUT_SECONDS else seconds

@@ -1,7 +1,8 @@
 """Transformers' `from_pretrained(distributed_config=DistributedConfig(...))`, adapted to fullshard's engine.
 
-Each rank reads the data that it will own. The returned model is sharded, and before that split by tensor parallelism if
-the config requests it. It equals a model from `shard_model`, so Trainer can save it and resume on any number of ranks.
+Each rank reads only the data that it will own. The returned model is sharded. If the config requests tensor
+parallelism, its layers are split first. The result is like that of `shard_model`, so Trainer can save it and resume on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _REFUSED = (
 
 
 def replace_from_pretrained(modeling: Any) -> None:
-    """Make `PreTrainedModel.from_pretrained` in `modeling` (`transformers.modeling_utils`) load such models here."""
+    """Replace `PreTrainedModel.from_pretrained`, so that fullshard loads models that have a `distributed_config`.
+
+    `modeling` is the module `transformers.modeling_utils`.
+    """
     cls = modeling.PreTrainedModel
     theirs = cls.from_pretrained.__func__
 
@@ -58,7 +62,7 @@ def replace_from_pretrained(modeling: Any) -> None:
 
 
 def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config: Any, **options: Any) -> nn.Module:
-    """Return the model of a directory or hub name, split and sharded according to a `DistributedConfig`.
+    """Load a model from a directory or the hub, split and sharded according to a `DistributedConfig`.
 
     Args:
         model_class: A model class of Transformers.
@@ -68,8 +72,8 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         options: The options of `fullshard.from_pretrained`.
 
     Raises:
-        ConfigError: If the config uses pipeline or expert parallelism or sizes that do not match the job, or if an
-            option places weights in another way.
+        ConfigError: If the config uses pipeline or expert parallelism, if its sizes do not match the job, or if an
+            option such as `device_map` places weights in another way.
     """
     config = _config(distributed_config)
     given = [name for name in _REFUSED if options.pop(name, None)]
@@ -120,7 +124,7 @@ def _config(given: Any) -> Any:
 
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
-    """Return the mesh of all ranks with the sizes of the config, or None if there is a single rank."""
+    """Return a mesh of all ranks with the sizes that the config sets. Return None if there is a single rank."""
     ranks = joined_world_size()
     sizes = (config.dp_replicate_size or 1, config.fsdp_size or 1, config.tp_size or 1)
     if math.prod(sizes) != ranks:

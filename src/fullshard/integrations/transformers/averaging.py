@@ -1,4 +1,4 @@
-"""Moving averages of the weights in Trainer: the callback that keeps them and the functions that Trainer calls."""
+"""Moving averages of the weights in Trainer: the callback that updates them, and the functions that Trainer calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fullshard.optim import EMA
 
 
 class KeepsAverage:
-    """A callback that averages the weights after each step.
+    """A callback that updates a moving average of the weights after each step.
 
     Args:
         decay, device, key: See `fullshard.EMA`.
-        evaluates: Whether Trainer evaluates and predicts with the averages.
+        evaluates: Whether Trainer evaluates and predicts with the average instead of the trained weights.
 
     Attributes:
         ema: The average, or None before training.
@@ -39,7 +39,7 @@ class KeepsAverage:
         self.ema: EMA | None = None
 
     def average_of(self, model: nn.Module) -> EMA:
-        """Return the average of a model, creating it on the first call."""
+        """Return the moving average of a model's weights, and create it on the first call."""
         if self.ema is None or self._model is not model:
             self._model, self.ema = model, EMA(model, self._decay, device=self._device, key=self._key)
         return self.ema
@@ -48,7 +48,7 @@ class KeepsAverage:
         """Create the average unless it was loaded from a checkpoint.
 
         Raises:
-            ConfigError: If the Trainer is Transformers' own, which would not save the average.
+            ConfigError: If the Trainer is not one of fullshard's, because it would not save the average.
         """
         if not self.is_saved:
             raise ConfigError(
@@ -63,12 +63,15 @@ class KeepsAverage:
 
 
 def averages_of(trainer: Any) -> list[EMA]:
-    """Return the averages of a Trainer's model that its callbacks keep."""
+    """Return the moving averages that a Trainer's callbacks keep."""
     return [each.average_of(trainer.model) for each in _callbacks(trainer)]
 
 
 def announce_averages(trainer: Any) -> None:
-    """Notify a Trainer's callbacks that their averages will be saved."""
+    """Tell the callbacks that keep averages that this Trainer will save the averages.
+
+    Raises `ConfigError` if a callback is TRL's `BEMACallback`, which does not support sharded weights.
+    """
     if any(cls.__name__ == "BEMACallback" for each in trainer.callback_handler.callbacks for cls in type(each).__mro__):
         raise ConfigError(
             "TRL's BEMACallback copies unsharded weights, but each rank only has a part of them",
@@ -80,7 +83,7 @@ def announce_averages(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def averaged(trainer: Any) -> Iterator[None]:
-    """Use the averages as the model's weights within the block if a callback requests this for evaluation."""
+    """Replace the model's weights by their average within the block, if a callback requests this for evaluation."""
     emas = [each.ema for each in _callbacks(trainer) if each.evaluates and each.ema is not None]
     if len(emas) > 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""`auto_find_batch_size` on several ranks, which restart together with smaller batches or not at all.
+"""`auto_find_batch_size` on several ranks. The ranks restart together with smaller batches, or all of them fail.
 
-If only one rank ran out of memory and restarted, it would wait for the others in a different collective than they do.
-So it first checks whether the others also ran out of memory.
+If only one rank ran out of memory and restarted, it would wait for the others in a different collective from the one in
+which they wait. Therefore each rank first checks whether the others ran out of memory too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _TRIES = itertools.count()
 
 
 def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
-    """Return if all ranks ran out of memory or if `error` is of another kind; raise if only some ranks did."""
+    """Return if all ranks ran out of memory, so that they may all restart with smaller batches.
+
+    Raise `CommunicationError` if only some ranks did. Return immediately if `error` is not an out-of-memory error.
+    """
     from accelerate.utils.memory import should_reduce_batch_size
 
     own, ranks = collectives.rank(), range(collectives.world_size())

@@ -1,4 +1,7 @@
-"""A callback for Trainer that records events and steps, checks the free disk space, and stops after a signal."""
+"""A callback for Trainer that records events and steps, and stops the run after a signal.
+
+Before training, it also checks that the disk has enough free space for the checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from fullshard.launch.preemption import listen, should_stop
 
 
 def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
-    """Add the callback to a Trainer unless it has it. `complete` returns the complete checkpoints of earlier runs.
+    """Add the callback to a Trainer that does not have it yet.
 
-    Events and steps are recorded in the output directory, if there is one. After a signal to any rank, all ranks save
-    and stop at the same step, unless Transformers' own handling of signals is requested.
+    `complete` is a function that returns the complete checkpoints of earlier runs. Events and steps are recorded in the
+    output directory, if there is one. After a signal to any rank, all ranks save and stop at the same step, unless
+    Transformers' own handling of signals is requested.
     """
     from transformers import TrainerCallback
 
@@ -29,7 +33,7 @@ def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
         """A callback that reports each step to the journal and tells Trainer when to stop."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Prepare for a run, which may resume from a checkpoint."""
+            """Start to listen for signals and to record steps, and check that checkpoints will fit on the disk."""
             if listens:
                 listen()
             if has_output:
@@ -37,7 +41,7 @@ def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
                 JOURNAL.tell(state.global_step)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Record that the previous steps are done."""
+            """Record that all steps before this one are done."""
             if has_output:
                 JOURNAL.tell(state.global_step + 1)
 

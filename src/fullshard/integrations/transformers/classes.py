@@ -1,4 +1,4 @@
-"""Sharded subclasses of the classes of Transformers and TRL, which add a mixin."""
+"""Sharded subclasses of the classes of Transformers and TRL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _HOMES = {
 
 
 def sharded(original: type) -> type:
-    """Return a subclass of a trainer or training arguments that has the same name and uses fullshard's engine.
+    """Return a subclass of a trainer or of training arguments that uses fullshard's engine.
+
+    The subclass has the same name as the original.
 
     Raises:
         ConfigError: If the version of Transformers is too old.

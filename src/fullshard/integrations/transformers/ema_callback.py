@@ -19,5 +19,5 @@ class EMACallback(KeepsAverage, _TrainerCallback):  # type: ignore[misc]
         with callback.ema.swapped():  # on every rank
             trainer.save_model("averaged")
 
-    `KeepsAverage` describes the arguments. After training, the model has the trained weights, not the averages.
+    The arguments are those of `KeepsAverage`. After training, the model has the trained weights, not the averages.
     """

@@ -1,4 +1,4 @@
-"""Replaces classes so that unmodified scripts that import from `transformers` and `trl` get the sharded ones.
+"""Replaces the classes of `transformers` and `trl` by sharded ones, so that scripts need no changes.
 
 This module does not import these libraries. When a script imports one of the two modules in `_CLASSES`, in any way, its
 class is immediately replaced by a subclass. All classes that derive from it, including TRL's trainers and the script's
@@ -20,11 +20,13 @@ _INSTALLED: set[str] = set()
 
 
 def install() -> None:
-    """Shard every `Trainer` of this process. This has no cost until `transformers.trainer` is imported.
+    """Make every `Trainer` that this process imports from now on a sharded one.
+
+    The call costs almost nothing until `transformers.trainer` is imported.
 
     Raises:
-        LifecycleError: If a script has imported it already, because classes derived from the original would be left
-            out.
+        LifecycleError: If `transformers.trainer` or the module of its arguments was imported before. Classes that were
+            derived from the originals would not be sharded.
     """
     if _INSTALLED:
         return

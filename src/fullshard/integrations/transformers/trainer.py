@@ -4,8 +4,8 @@ It replaces the creation of the Accelerator, saving, and loading. The training l
 
     OUTPUT/checkpoint-10/
         config.json, tokenizer, ...     as Trainer writes them
-        model.safetensors               FULL_STATE_DICT: the weights, for from_pretrained
-        adapter_model.safetensors       a PEFT model: the adapters, with either type
+        model.safetensors               with FULL_STATE_DICT: the weights, for from_pretrained
+        adapter_model.safetensors       for a PEFT model: the adapters, with either type
         training_state/                 optimizer, schedule, and with SHARDED_STATE_DICT the weights: a checkpoint of
                                         fullshard that any number of ranks can load
         rng_state_0.pth, ...            as Trainer writes them
@@ -60,7 +60,7 @@ _KNOWN = ("transformers.", "peft.")
 
 
 class ShardedTraining:
-    """A mixin for `Trainer` classes."""
+    """A mixin for `Trainer` classes that makes them use fullshard's engine."""
 
     args: Any
     model: Any
@@ -132,7 +132,7 @@ class ShardedTraining:
 
     @contextlib.contextmanager
     def _own_output(self: Any) -> Iterator[None]:
-        """Keep other jobs from saving to the output directory during the block. This is a collective."""
+        """Keep other jobs from saving to the output directory during the block. All ranks must enter the block."""
         with contextlib.ExitStack() as held:
             if self.args.output_dir is not None and self.args.save_strategy != "no":
                 output = local_path(self.args.output_dir)
@@ -160,14 +160,21 @@ class ShardedTraining:
             raise
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step, or none if a resumed run is at its end and would do one step too many."""
+        """Return the batches of a step.
+
+        Return no batches if all steps are done: Trainer would otherwise do one more step after it resumed at the end of
+        a run.
+        """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the integer number of labels that count, because Transformers rounds its quotient for bf16 inputs."""
+        """Return the number of labels that count towards the loss, as an integer.
+
+        Transformers divides to compute it, which gives a rounded number for bf16 inputs.
+        """
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
@@ -182,7 +189,10 @@ class ShardedTraining:
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer as Transformers does, except that owners of whole parameters run `optim="adafactor"`."""
+        """Create the optimizer as Transformers does, with one exception.
+
+        For `optim="adafactor"`, each parameter has one rank that owns the unsharded parameter and updates it.
+        """
         from transformers.optimization import Adafactor
 
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
@@ -193,7 +203,7 @@ class ShardedTraining:
         return self.optimizer
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run all batches of an evaluation or prediction, with the averages of an `EMACallback` that requests this."""
+        """Run an evaluation or prediction, with the averaged weights if an `EMACallback` requests them."""
         with averaged(self):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -220,14 +230,16 @@ class ShardedTraining:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the tokenizer and the model, or a PEFT model's adapters, for `from_pretrained`. This is a collective.
+        """Write the tokenizer and the model, or a PEFT model's adapters. All ranks must call this.
 
-        In a checkpoint with sharded weights, write only the configuration, because the checkpoint holds the weights
-        already.
+        The directory can be loaded with `from_pretrained`.
+
+        In a checkpoint with sharded weights, write only the configuration, because the checkpoint already contains the
+        weights.
 
         A custom `_save` of a class derived from Trainer, or a `save_pretrained` from outside Transformers and PEFT, is
-        called on the main process. There, every `state_dict()` then has unsharded tensors, all of which are in host
-        memory.
+        called on the main process. During that call, every `state_dict()` contains unsharded tensors, all of which are
+        in host memory.
         """
         directory = local_path(output_dir or self.args.output_dir)
         if _saves_its_own_way(self):
@@ -283,7 +295,10 @@ class ShardedTraining:
             )
 
     def _keeps_weights_in_state(self: Any) -> bool:
-        """Return whether a checkpoint keeps weights only in its training state and not in from_pretrained's form."""
+        """Return whether the weights in checkpoints are part of the training state.
+
+        Otherwise, they are in files that `from_pretrained` reads.
+        """
         if self.args.save_only_model or is_saved_as_adapters(self.model):
             return False
         if _saves_its_own_way(self):
@@ -354,7 +369,7 @@ def _samples_per_step(trainer: Any) -> int:
 
 
 def _saves_its_own_way(trainer: Any) -> bool:
-    """Return whether the user's Trainer class or model class defines how the model is saved."""
+    """Return whether the user's Trainer class or model class has its own way of saving the model."""
     save = next(cls for cls in type(trainer).__mro__ if "_save" in vars(cls))
     save_pretrained = next((cls for cls in user_class(trainer.model).__mro__ if "save_pretrained" in vars(cls)), None)
     is_models_own = save_pretrained is not None and not save_pretrained.__module__.startswith(_KNOWN)
@@ -362,7 +377,10 @@ def _saves_its_own_way(trainer: Any) -> bool:
 
 
 def _of_global_batches(sampler: Any, world_size: int) -> Any:
-    """Make the sampler order the samples of all ranks, which the loader distributes, and return it."""
+    """Change a sampler so that it orders the samples of all ranks, and return it.
+
+    The data loader distributes the samples over the ranks.
+    """
     match type(sampler).__name__:
         case "LengthGroupedSampler":
             sampler.batch_size *= world_size  # lengths are similar within a step for any number of ranks
@@ -393,10 +411,10 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def _bring_back_from_the_future(directory: Path) -> None:
-    """Set back the times of checkpoints that lie in the future, which happens if the clock was set back.
+    """Set the times of checkpoints that lie in the future to times in the past.
 
-    The next checkpoint must have the latest time, because Transformers removes the least recently modified one when
-    `save_total_limit` is reached.
+    Such times occur if the clock was set back. The next checkpoint must have the latest time, because Transformers
+    removes the least recently modified one when `save_total_limit` is reached.
     """
     now = time.time()
     late = [path for path in complete_checkpoints(directory) if path.stat().st_mtime > now]
@@ -405,7 +423,7 @@ def _bring_back_from_the_future(directory: Path) -> None:
 
 
 def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | None:
-    """Return the newest complete checkpoint with an undamaged training state. This is a collective."""
+    """Return the newest complete checkpoint whose training state is undamaged. All ranks must call this."""
     paths = run_on_main(accelerator.process.environment, lambda: complete_checkpoints(directory))
     for number, path in enumerate(paths, start=1):
         try:

@@ -1,4 +1,7 @@
-"""Let every rank take part in what TRL does outside the forwards of its trainers."""
+"""Changes to TRL for sharded models.
+
+TRL uses parameters outside the forwards of its trainers, where every rank has to take part in gathering them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 
 def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
-    """Gather the teacher's head for a step, because TRL multiplies by its weight outside the teacher's forward."""
+    """Gather the weight of the teacher model's output head during a step.
+
+    TRL multiplies by this weight outside the teacher's forward, where it is not gathered automatically.
+    """
     teacher = getattr(trainer, "teacher_model", None)
     if not isinstance(teacher, nn.Module) or not hasattr(trainer, "_forward_redirection") or not is_sharded(teacher):
         return contextlib.nullcontext()
@@ -30,10 +36,10 @@ def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def generate_in_step() -> None:
-    """Make ranks with fewer batches of prompts repeat their last prompt in TRL's callbacks that log completions.
+    """Make TRL's callbacks that log completions run for the same number of batches on every rank.
 
-    Otherwise, ranks that are done would leave the others waiting for their parts of the parameters. Repeated results
-    are dropped.
+    Otherwise, ranks that have finished would leave the others waiting for their parts of the parameters. A rank with
+    fewer batches of prompts repeats its last prompt, and the repeated results are dropped.
     """
     home: Any = sys.modules.get("trl.trainer.callbacks")
     theirs = getattr(home, "_generate_completions", None)
@@ -58,7 +64,7 @@ def generate_in_step() -> None:
 
 
 def stream_into_engines() -> None:
-    """Make TRL pass the tensors from `stream_weights` to vLLM, in its own processes or on a server.
+    """Make TRL use `stream_weights` to pass the weights to vLLM, in its own processes or on a server.
 
     Otherwise, TRL would merge adapters into the trained weights and unmerge them, which rounds the weights each time.
     """
@@ -81,9 +87,10 @@ def stream_into_engines() -> None:
 
 @contextlib.contextmanager
 def _ending(stream: _Weights) -> Iterator[_Weights]:
-    """Yield the stream and close it at the end of the block, on all ranks if there is an error.
+    """Yield a stream of weights, and close it at the end of the block.
 
-    No rank then waits for a rank that has lost its engine.
+    If the block raises an error on one rank, end the stream on all ranks, so that no rank waits for a rank that cannot
+    continue.
     """
     try:
         yield stream

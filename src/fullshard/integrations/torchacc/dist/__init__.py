@@ -1,4 +1,4 @@
-"""`torchacc.dist`: functions that return ranks and wait for other ranks."""
+"""`torchacc.dist`: the ranks of the job and of this process, and functions with which ranks wait for one another."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
 
 def world_size() -> int:
-    """Return the number of ranks of the job."""
+    """Return the number of ranks in the job."""
     return read_rank_environment().world_size
 
 
@@ -65,8 +65,8 @@ def is_master_ordinal(local: bool = True) -> bool:
 def init_process_group(config: Any = None) -> None:
     """Join the job.
 
-    This call is optional, because the first call that communicates does the same. `config` is only accepted for
-    compatibility with TorchAcc.
+    This call is optional, because the first function that communicates also joins the job. `config` is only accepted
+    for compatibility with TorchAcc.
     """
     joined()
 

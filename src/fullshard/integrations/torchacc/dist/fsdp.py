@@ -1,4 +1,4 @@
-"""`torchacc.dist.fsdp`: consolidation of the files that every rank has written."""
+"""`torchacc.dist.fsdp`: the function that combines the checkpoint files of all ranks into one."""
 
 from fullshard.integrations.torchacc.saving import consolidate_sharded_model_checkpoints
 
