@@ -254,7 +254,7 @@ class _Outer:
 
 
 def _change_dtypes(model: nn.Module, precision: PrecisionConfig, options: AutocastKwargs, device: torch.device) -> None:
-    """Run the root under autocast in the modes bf16 and fp16, and cast its outputs."""
+    """In the modes bf16 and fp16, run the forward of the root under autocast. Cast its outputs if configured."""
     dtype, output_dtype = dtype_or_none(precision.compute_dtype), dtype_or_none(precision.result_dtype)
     autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     if precision.mode in ("bf16", "fp16") and dtype in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""Define one rank's share of a data loader: the samples that it reads, in an order that all ranks agree on."""
+"""One rank's share of a data loader: the samples that the rank reads, in an order that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Share:
 
     @staticmethod
     def of(loader: DataLoader[Any], rank: int, world_size: int, split_batches: bool) -> Share:
-        """Return the type of share that suits a loader."""
+        """Create the right kind of share for a loader, depending on its dataset and sampler."""
         if isinstance(loader.dataset, IterableDataset):
             size, drop_last = loader.batch_size, bool(loader.drop_last)
             return _IterableShare(_deal(size, rank, world_size, split_batches, drop_last), loader)
@@ -56,19 +56,19 @@ class Share:
 
     @property
     def depends_on_epoch(self) -> bool:
-        """Return whether the order differs between epochs, as far as sampler and dataset reveal it."""
+        """Return whether the order may differ between epochs, judging by the types of the sampler and the dataset."""
         is_sequential = isinstance(getattr(self._order, "sampler", self._order), SequentialSampler)
         return not is_sequential or callable(getattr(self._dataset, "set_epoch", None))
 
     def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the arguments for the divided loader."""
+        """Return the arguments for creating the divided `DataLoader`."""
         common = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         if self._as_sampler:
             return common | {"batch_size": None, "sampler": self._sampler}
         return common | {"batch_sampler": self._sampler}
 
     def shown(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the attributes of the original loader that the divided loader also has."""
+        """Return the attributes that the divided loader copies from the original, so that scripts can read them."""
         own = "sampler" if self._as_sampler else "batch_sampler"
         return {name: getattr(loader, name) for name in _SHOWN if name != own}
 
@@ -78,13 +78,13 @@ class Share:
         return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
     def length(self) -> int:
-        """Return the length of the order. Raise `TypeError` if it has none."""
+        """Return the number of items in the order. Raise `TypeError` if it has no length."""
         return len(cast("Sized", self._order))
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
-        """Prepare the next iteration and leave out its first `skip` items.
+        """Prepare the next iteration, which skips its first `skip` items.
 
-        Return how many of the loader's items the loop must discard, and a function that returns the real part of the
+        Return how many items from the loader the caller must discard, and a function that returns the real part of the
         last round.
         """
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
@@ -94,16 +94,16 @@ class Share:
         return 0, lambda: last[0] if last else None
 
     def note_begun(self) -> None:
-        """Record that reading has begun, so that another reader does not read the same items."""
+        """Record that reading has begun. The sampler cannot be iterated again before the next `start_epoch`."""
         self._sampler.next_iteration = None
 
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
-        """Return the batches from the loader, each with the real part of its round if it is known."""
+        """Return the batches in an item of the loader, each with the real part of its round, or None if unknown."""
         return [(given, None)]
 
 
 class _DealtSampler(Sampler[Any]):
-    """Sample a rank's lists of indices, in an order that all ranks agree on."""
+    """Yields the lists of indices that a rank reads, in an order that is the same on all ranks."""
 
     def __init__(self, deal: Deal, order: Iterable[Any], batches: Any) -> None:
         self._deal = deal
@@ -159,7 +159,7 @@ class _DealtSampler(Sampler[Any]):
 
 
 class _Equal:
-    """Yield batches of equal size. A short last batch is filled up with samples from the start, as in Accelerate."""
+    """Yields batches of equal size. A short last batch is filled up with samples from the start, as in Accelerate."""
 
     def __init__(self, batches: Iterable[Any], size: int | None) -> None:
         self._batches = batches
@@ -184,7 +184,7 @@ class _Equal:
 
 
 def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> Iterable[Any]:
-    """Return the order of one epoch, which is the same on every rank that reads and after a restart."""
+    """Return the order of one epoch. It is the same on every rank that reads, and again after a restart."""
     set_epoch = getattr(order, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -201,10 +201,10 @@ def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> 
 
 
 def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
-    """Yield the items of an unknown kind of sampler, which may be infinite.
+    """Yield the items of a sampler of unknown type, which may be infinite.
 
-    The sampler may draw from the global generators or from its own, so both are seeded while it draws. All ranks use
-    the order of rank 0, in case anything else differs between processes.
+    The sampler may draw numbers from the global generators or from its own, so all of these are seeded while it draws.
+    All ranks use the order of rank 0, in case anything else differs between processes.
     """
     size = len(order) if isinstance(order, Sized) else _PIECE
     items: Iterator[Any] | None = None
@@ -222,7 +222,7 @@ def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _seeded(order: Any, number: int) -> Iterator[None]:
-    """Seed all generators that `order` may draw from, and restore their states afterwards."""
+    """Within the block, seed all generators that `order` may draw from. Restore their states afterwards."""
     everybodys: list[Any] = [torch.default_generator, random]
     if (numpy := sys.modules.get("numpy")) is not None:
         everybodys.append(numpy.random)
@@ -233,7 +233,7 @@ def _seeded(order: Any, number: int) -> Iterator[None]:
 
 
 class _IterableShare(Share):
-    """One rank's share of an iterable dataset. A rank that reads the dataset keeps all or part of each round."""
+    """One rank's share of an iterable dataset. A rank that reads the dataset keeps its part of each round, or all."""
 
     is_always_even = True
 
@@ -285,9 +285,10 @@ class _IterableShare(Share):
 
 
 class _DealtDataset(IterableDataset[Any]):
-    """Yield the rounds of a stream: this rank's share or the shares of all ranks, and the number of real samples.
+    """Yields the rounds of a stream: this rank's share or the shares of all ranks, and the number of real samples.
 
-    It yields a complete round at a time, so that a round comes from a single worker. Each worker deals its own rounds.
+    Each item is a complete round, because all samples of a round must come from the same worker. Each worker deals its
+    own rounds.
     """
 
     def __init__(self, deal: Deal, dataset: IterableDataset[Any]) -> None:
@@ -313,7 +314,7 @@ class _DealtDataset(IterableDataset[Any]):
 
 
 class _CollateDealt:
-    """Collate the items of a `_DealtDataset`. It must support pickling, because workers run it."""
+    """Collates the items of a `_DealtDataset`. It must support pickling, because it runs in workers."""
 
     def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
         self._collate = collate

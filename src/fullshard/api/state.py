@@ -1,4 +1,4 @@
-"""Hold the state of the process: its place in the job, the gradient accumulation and the epoch."""
+"""The state of a process: its rank in the job, and its position in the gradient accumulation and in the epoch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fullshard.launch.environment import (
 
 
 class GradientState(Theirs):  # type: ignore[misc]
-    """Hold the position of the loop in the gradient accumulation and in the epoch.
+    """Holds the position of the training loop in the gradient accumulation and in the epoch.
 
-    This is Accelerate's class, and all instances in a process share their state.
+    This class extends Accelerate's. All instances in a process share their state.
 
     Attributes:
-        step: micro-batches since the last step that ended an epoch.
+        step: number of micro-batches since the counter was last reset at the end of an epoch.
         updates: number of optimizer updates due so far.
         has_optimizer: whether an optimizer was prepared in this run.
     """
@@ -50,13 +50,16 @@ class GradientState(Theirs):  # type: ignore[misc]
 
     @property
     def remainder(self) -> int:
-        """Return the number of real samples in the innermost loop's step if that step was filled up, otherwise -1."""
+        """Return the number of real samples in the current step of the innermost loop.
+
+        Return -1 if that step contains no repeated samples.
+        """
         found = getattr(self.active_dataloader, "remainder", None)
         return -1 if found is None else int(found)
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """Return None followed by the loaders that are being iterated, outermost first."""
+        """Return a list of None and the loaders that are being iterated, from the outermost to the innermost."""
         return [None, *(loader for held in self._dataloader_references_ref if held and (loader := held()) is not None)]
 
     @dataloader_references.setter
@@ -78,7 +81,7 @@ class GradientState(Theirs):  # type: ignore[misc]
         self.sync_gradients = sync_gradients
 
     def begin_run(self) -> None:
-        """Reset the loop position of an earlier Accelerator, if that loop has ended."""
+        """Reset the position that an earlier Accelerator's loop has left, unless a loop is still running."""
         if not self.in_dataloader:
             self.step, self.sync_gradients, self.has_optimizer = 0, True, False
 
@@ -92,10 +95,10 @@ class GradientState(Theirs):  # type: ignore[misc]
 
 
 def launched_device() -> str:
-    """Return the device type from fullshard's or Accelerate's launcher, or `auto` if it sets none.
+    """Return the device type that fullshard's or Accelerate's launcher set, or `auto` if neither did.
 
-    No other launcher setting is validated here, because a process that shards no model may have settings that fullshard
-    refuses.
+    Other settings of the launcher are not validated here, because a process that shards no model may have settings that
+    fullshard refuses.
     """
     setting = launched().setting("launch.device")
     return "auto" if setting is None else str(setting.value)
@@ -103,7 +106,7 @@ def launched_device() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """Hold the place of a process in the job."""
+    """Holds the rank information and the device of a process."""
 
     environment: RankEnvironment
     device: torch.device
@@ -121,7 +124,7 @@ class ProcessState:
         return cls(environment, place)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this method."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             assert dist.group.WORLD is not None  # noqa: S101 -- it is initialised
             meet(dist.group.WORLD, self.device, "the end of a barrier")

@@ -1,8 +1,8 @@
-"""Replace functions of Accelerate and TRL that a script may call with sharded objects.
+"""Replacements for functions of Accelerate and TRL that a script may call with sharded objects.
 
-The original functions support only torch's engine: they would shard a reference model with it, or read a prepared
-loader in the wrong order. Once there is an Accelerator, they call fullshard's functions for fullshard's objects, in
-every module that has imported them. For other objects they work as before.
+The original functions support only torch's FSDP: they would shard a reference model with it, or read a prepared
+loader in the wrong order. After an Accelerator has been created, these functions call fullshard's versions for
+fullshard's objects, in every module that has imported them. For other objects they work as before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., A
 
 
 def teach_libraries() -> None:
-    """Replace these functions in every module that has imported them. This does not import TRL."""
+    """Replace the functions in `_FUNCTIONS` in every module that has imported them. This does not import TRL."""
     for home, name, is_ours, ours in _FUNCTIONS:
         theirs = getattr(sys.modules.get(home), name, None)  # None: not imported, or another version's is elsewhere
         if theirs is not None and not hasattr(theirs, "knows_fullshard"):
@@ -58,7 +58,10 @@ def teach_libraries() -> None:
 
 
 def keep_teaching(accelerator: Any) -> Callable[..., None]:
-    """Replace these functions now, and at every `prepare` in libraries that were imported in the meantime."""
+    """Replace the functions now, and return a listener that replaces them again at every `prepare`.
+
+    The listener covers libraries that were imported in the meantime.
+    """
     teach_libraries()
     return lambda models, optimizers: teach_libraries()
 

@@ -1,4 +1,4 @@
-"""Wrap the private names of torch that `api` and `integrations` use. See also `comm.torch_private`."""
+"""Wrappers for the private names of torch that `api` and `integrations` use. See also `comm.torch_private`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.features.dtensor_ops.torch_private import written as written
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` has wrapped, or `module` if it is not such a wrapper. Since 2.0."""
+    """Return the original module if `module` is a wrapper of `torch.compile`, otherwise `module`. Since 2.0."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -30,7 +30,7 @@ def inside_compiled(module: nn.Module) -> nn.Module:
 
 
 def steps_of(scheduler: Any) -> int:
-    """Return how often a learning-rate scheduler has stepped, or 0 if it does not count. Since 2.0."""
+    """Return how often a learning-rate scheduler has stepped, or 0 if it does not count its steps. Since 2.0."""
     return getattr(scheduler, "_step_count", 0)
 
 
@@ -90,7 +90,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal or masked attention in a single kernel, which does not store the scores.
 
-    Since 2.0. With a mask, the kernel computes every score.
+    Since 2.0. With a mask, the kernel computes every score, even those that are masked.
     """
     aten = torch.ops.aten
     if mask is None:
@@ -101,7 +101,7 @@ def attend(
 
 
 def store_of_nobody() -> dist.Store:
-    """Return a store with which a single process can initialize any number of ranks. Since 2.0."""
+    """Return a store with which one process can initialize a process group of any size. Since 2.0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store: dist.Store = FakeStore()

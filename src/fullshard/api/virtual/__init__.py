@@ -1,4 +1,4 @@
-"""Simulate a step of any engine in virtual time, on tensors without data.
+"""Simulation of a training step of any engine in virtual time, on tensors without data.
 
-The simulation has a clock per stream and a model of an allocator.
+The simulation has a clock for each stream and a model of the memory allocator.
 """

@@ -1,6 +1,6 @@
-"""Compute attention as a device does.
+"""Attention as a simulated device computes it.
 
-Under a causal mask this is one kernel that does not store the scores, if the device has one.
+With a causal mask, it is a single kernel that does not store the scores, if the device has such a kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "virtual"
 
 
 def register(job: Job, device: Device) -> str:
-    """Register a job's attention on a device with Transformers, and return its name there."""
+    """Register the attention of a job on a device with Transformers. Return its name in Transformers."""
     import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,7 +34,7 @@ def register(job: Job, device: Device) -> str:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask, because the kernel applies the causal mask itself."""
+    """Return None as the mask, because the kernel itself applies the causal mask."""
 
 
 def _attend(
@@ -49,10 +49,10 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention in shapes (batch, heads, tokens, width).
+    """Compute attention on tensors of shape (batch, heads, tokens, width).
 
-    Several query heads may share one head of keys and values. The kernel has a single width, so narrower values are
-    padded to the width of the keys, as in Transformers.
+    Several query heads may share one head of keys and values. The kernel requires a single width, so narrower values
+    are padded to the width of the keys, as in Transformers.
     """
     width = value.shape[-1]
     block = Block(

@@ -1,11 +1,11 @@
-"""Provide clocks for the host and the streams. This module does not depend on tensors.
+"""Clocks for the host and for the streams. This module does not depend on tensors.
 
 The host launches tasks into streams, which run them in order. A running task uses a resource: kernels share the device,
-collectives share the links, and copies share a path between host and device. Each of n tasks on a resource gets 1/n of
-it. The host runs ahead until it must wait for a task.
+collectives share the links, and copies share a path between host and device. If n tasks use a resource, each gets 1/n
+of it. The host runs ahead until it must wait for a task.
 
-The clocks of the streams advance only when the host waits. They are exact nevertheless, because all earlier tasks are
-known by then, and later tasks cannot start earlier.
+The clocks of the streams advance only when the host waits or queries a task. They are exact nevertheless, because all
+earlier tasks are known by then, and later tasks cannot start earlier.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ DEVICE = "device"
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """Hold a task that a stream runs.
+    """A task that a stream runs.
 
     Attributes:
         stream, name: labels for users.
-        resource: the resource that the task uses, or "" if it only waits.
-        work: remaining seconds of the resource that the task needs, after `latency` seconds that pass regardless of
-            other tasks.
+        resource: the resource that the task uses, or "" if it only waits for another task.
+        work: seconds for which the task still needs its resource. They begin after `latency` seconds, which do not
+            depend on other tasks.
         launched: when the host launched the task.
         waits_for: another task that must end first.
-        start, end: when the task ran, once this is known.
-        phase: phase of the script at that time.
+        start, end: when the task ran, or infinity until that is known.
+        phase: the phase of the script when the task was launched.
     """
 
     stream: str
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Hold tasks in order: all tasks that were pushed, and the queue of those that have not ended."""
+    """A stream: all tasks that were ever pushed, in order, and the queue of those that have not ended."""
 
     name: str
     tasks: list[Task] = field(default_factory=list)
@@ -55,11 +55,11 @@ class Stream:
 
     @property
     def last(self) -> Task | None:
-        """Return the task that was pushed last. An event recorded now waits for this task."""
+        """Return the task that was pushed last. An event that is recorded now waits for this task."""
         return self.tasks[-1] if self.tasks else None
 
     def push(self, task: Task) -> Task:
-        """Queue a task."""
+        """Append a task to the stream."""
         self.queue.append(task)
         self.tasks.append(task)
         return task
@@ -67,7 +67,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Clock:
-    """Hold the clocks of one rank.
+    """The host's clock and the streams' clocks on one rank.
 
     Attributes:
         contention: the fraction by which a concurrent collective slows down a kernel.
@@ -83,16 +83,16 @@ class Clock:
     streams: list[Stream] = field(default_factory=list)
 
     def stream(self, name: str) -> Stream:
-        """Return a new stream."""
+        """Create a new stream and return it."""
         self.streams.append(Stream(name))
         return self.streams[-1]
 
     def launch(self, stream: Stream, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
-        """Launch a task from the host. The task takes time on its stream but not on the host."""
+        """Launch a task from the host. The task takes time in its stream, but no time on the host."""
         return stream.push(Task(stream.name, name, resource, self.host, work, latency))
 
     def have_wait(self, stream: Stream, task: Task | None) -> None:
-        """Make tasks that are launched into `stream` from now on start after `task`."""
+        """Make all tasks that are launched into `stream` from now on wait until `task` ends."""
         if task is not None and task is not stream.last and task.end > self.device:
             stream.push(Task(stream.name, "wait", "", self.host, waits_for=task))
 
@@ -111,7 +111,7 @@ class Clock:
             self.block(stream.last)
 
     def is_over(self, task: Task | None) -> bool:
-        """Return whether a task has ended by the host's clock."""
+        """Return whether a task has ended at the current time of the host's clock."""
         while task is not None and task.end == math.inf and self.device < self.host and self._next(self.host):
             pass
         return task is None or task.end <= self.host

@@ -1,6 +1,7 @@
-"""Compute the time of an operation.
+"""The simulated time of an operation.
 
-It is the larger of the times for its FLOP and its bytes, each at the speed that training reaches.
+It is the time for the operation's FLOP or the time for its bytes, whichever is longer, at the speeds that training
+reaches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, tor
 
 @functools.cache
 def is_view(operation: Any) -> bool:
-    """Return whether the operation runs no kernel because its result is a view of its argument."""
+    """Return whether an operation launches no kernel, for example because its result is a view of its argument."""
     if operation.overloadpacket in _NO_KERNEL:
         return True
     returns = torch_private.schema_of(operation).returns
@@ -40,7 +41,7 @@ def is_view(operation: Any) -> bool:
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
-    """Return all tensors in arguments or results."""
+    """Return all tensors in the (possibly nested) arguments or results of an operation."""
     return [leaf for leaf in torch_private.leaves_of(values) if isinstance(leaf, torch.Tensor)]
 
 
@@ -91,14 +92,14 @@ def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: An
 
 
 def _changed(operation: Any, given: Sequence[Any]) -> list[Any]:
-    """Return the arguments that an operation without results changes.
+    """Return the arguments that an operation changes in place.
 
-    Gradients that fused operations scale are not included.
+    This is used for operations that have no results. Gradients that fused optimizers scale are not included.
     """
     changed = torch_private.written(operation)
     return [given[place] for place, name in changed if place < len(given) and name != "grads"]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor in memory. An expanded tensor takes less than its shape implies."""
+    """Return the bytes that a tensor takes in memory. An expanded tensor takes less than its shape implies."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

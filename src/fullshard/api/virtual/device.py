@@ -1,4 +1,4 @@
-"""Simulate an accelerator without data.
+"""A simulated accelerator that stores no data.
 
 Tensors are on the meta device, and operations on them advance the clocks. A dispatch mode intercepts every operation of
 torch. The device tracks memory through the storages that operations create, resize and free. It provides streams and
@@ -42,7 +42,7 @@ class VirtualEvent:
         return self
 
     def wait(self, stream: VirtualStream | None = None) -> None:
-        """Make a stream wait for the event."""
+        """Make later tasks of a stream, by default the current stream, wait for the event."""
         (stream or self._device.current).wait_event(self)
 
     def query(self) -> bool:
@@ -66,7 +66,7 @@ class VirtualStream:
         self._device.clock.have_wait(self.queue, event._task)
 
     def wait_stream(self, other: VirtualStream) -> None:
-        """Make later tasks wait for all tasks that the other stream has now."""
+        """Make later tasks wait for all tasks that are now in the other stream."""
         self._device.clock.have_wait(self.queue, other.queue.last)
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
@@ -74,11 +74,11 @@ class VirtualStream:
         return (event or VirtualEvent(self._device)).record(self)
 
     def query(self) -> bool:
-        """Return whether all tasks of the stream have ended."""
+        """Return whether all tasks in the stream have ended."""
         return self._device.clock.is_over(self.queue.last)
 
     def synchronize(self) -> None:
-        """Make the host wait for the stream."""
+        """Make the host wait for all tasks in the stream."""
         self._device.clock.block(self.queue.last)
 
     def __enter__(self) -> VirtualStream:
@@ -92,7 +92,7 @@ class VirtualStream:
 
 @dataclass(slots=True)
 class _Memory:
-    """Hold the memory of a storage on the device. It belongs to the stream on which it was allocated."""
+    """The memory of one storage on the device. It belongs to the stream on which it was allocated."""
 
     nbytes: int
     stream: Stream
@@ -102,7 +102,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """Hold the values of the counters at the start of a recording."""
+    """The values of the device's counters at the start of a recording."""
 
     time: float = 0.0
     blocked: float = 0.0
@@ -112,14 +112,14 @@ class _Begin:
 
 
 class VirtualDevice(torch_private.DispatchMode):
-    """Simulate the device of one rank.
+    """Simulates the device of one rank.
 
     Attributes:
         current: the stream on which operations run.
-        launches: number of operations so far that ran a kernel.
-        curve: (host's seconds, allocated bytes) at each change.
+        launches: number of kernels launched so far.
+        curve: a pair (seconds on the host's clock, allocated bytes) for each change of the allocated memory.
         phase: the phase of the step in which tasks are launched.
-        begin: the counters at the start of the recording.
+        begin: the values of the counters at the start of the recording.
     """
 
     def __init__(self, cluster: Cluster, host: HostCosts | None = None) -> None:
@@ -137,13 +137,13 @@ class VirtualDevice(torch_private.DispatchMode):
         self._leaving: list[tuple[int, list[Task]]] = []
 
     def begin_record(self) -> None:
-        """Start to record the peak and the curve of memory."""
+        """Start to record the peak of the allocated memory and its curve over time."""
         self.peak_allocated = self.allocated
         self.curve.clear()
         self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.allocated)
 
     def note_event(self, event: Event) -> None:
-        """Record the current unit of the engine. This method is an event sink."""
+        """Note which unit of the engine runs, so that tasks are labelled with it. This method is an event sink."""
         if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
             self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
 
@@ -182,7 +182,7 @@ class VirtualDevice(torch_private.DispatchMode):
         return task
 
     def collective(self, what: str, nbytes: int, ranks: int, *, stride: int, times: int) -> Task:
-        """Launch a collective of `nbytes` on the current stream. An all-reduce counts as two reduce-scatters."""
+        """Launch a collective of `nbytes` bytes on the current stream. `times` is 2 for an all-reduce."""
         on_links = exchanged if what == "all-to-all" else carried
         sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside, across = self.cluster.device.link_seconds(*sent)
@@ -212,7 +212,7 @@ class VirtualDevice(torch_private.DispatchMode):
         self._count(memory.nbytes)
 
     def _give(self, memory: _Memory | None) -> None:
-        """Free memory. Memory that other streams have used is freed when they are done with it."""
+        """Free memory. If other streams have used it, it counts as allocated until they are done with it."""
         if memory is None:
             return
         if tasks := [stream.last for stream in memory.users if stream.last is not None]:
@@ -227,7 +227,7 @@ class VirtualDevice(torch_private.DispatchMode):
         self.curve.append((self.clock.host, self.allocated))
 
     def resize(self, storage: Any, nbytes: int) -> None:
-        """Account for a storage that is about to be resized."""
+        """Update the allocated memory for a storage that is about to be resized."""
         memory = self._known.get(torch_private.storage_id(storage))
         if memory is not None:
             self._give(memory)
@@ -241,7 +241,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[VirtualDevice]:
-        """Use this device as the meta device within the block."""
+        """Let this device simulate all operations on the meta device within the block."""
         storages: Any = torch.UntypedStorage
         tensors: Any = torch.Tensor
         resize, record = storages.resize_, tensors.record_stream
@@ -267,7 +267,7 @@ class VirtualDevice(torch_private.DispatchMode):
             yield self
 
     def _imagined_by(self, function: Any) -> Any:
-        """Wrap a function of torch that uses tensors only to infer shapes. Tensors that it creates take no memory."""
+        """Wrap a torch function that creates tensors only to infer shapes, so that these tensors take no memory."""
 
         def imagine(*given: Any) -> Any:
             self._imagined += 1
@@ -281,7 +281,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
 @contextlib.contextmanager
 def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an object within the block."""
+    """Replace the attribute `name` of an object with `value` within the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

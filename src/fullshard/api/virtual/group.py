@@ -1,8 +1,8 @@
-"""Simulate one rank of many in one process.
+"""Simulation of one rank of a large job in a single process.
 
 `torch.distributed` gets process groups of the virtual device, and there are no other ranks. As with NCCL, a
-communicator runs its collectives one after the other. They run on the current stream without `async_op`, and otherwise
-on a separate stream. CPU tensors represent messages between hosts, for which the host waits.
+communicator runs its collectives one after the other. They run on a separate stream if `async_op` is set, and
+otherwise on the current stream. Collectives of CPU tensors represent messages between hosts, for which the host waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GROUP: Any = dist.ProcessGroup
 
 
 class VirtualWork(_WORK):  # type: ignore[misc]
-    """Hold a running collective and the objects that must outlive it."""
+    """A running collective, and the tensors that must not be freed before it has ended."""
 
     def __init__(self, device: VirtualDevice, task: Task | None, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -51,7 +51,10 @@ class VirtualWork(_WORK):  # type: ignore[misc]
 
 
 class VirtualGroup(_GROUP):  # type: ignore[misc]
-    """Simulate a communicator of `size` ranks at intervals of `stride`. `title` labels its stream for users."""
+    """A simulated communicator of `size` ranks, whose rank numbers are `stride` apart.
+
+    `title` labels its stream for users.
+    """
 
     is_in_order = True  # memory is written only after all ranks have read their parts of it
 
@@ -64,18 +67,19 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         self.sent_nbytes = 0  # that this rank would have sent
 
     def getBackendName(self) -> str:
-        """Return the backend's name, for torch."""
+        """Return the backend's name. torch calls this method."""
         return "virtual"
 
     @property
     def group_name(self) -> str:
-        """Return the group's name, for torch."""
+        """Return the group's name. torch reads this property."""
         return self.name
 
     def _meet(self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1) -> VirtualWork:
-        """Run a collective over the ranks on the tensors in `whole`.
+        """Simulate a collective on the tensors in `whole`, and return its work.
 
-        In an exchange, each rank has a different part of them.
+        These tensors contain the parts of all ranks, as the output of an all-gather or the input of a reduce-scatter
+        does.
         """
         device, nbytes = self._device, sum(t.nbytes for t in whole)
         if whole and not whole[0].is_meta:
@@ -104,7 +108,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         return self._meet("broadcast", tensors, options)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
-        """See `torch.distributed`. Here all ranks have the same values."""
+        """See `torch.distributed`. The results are copies of this rank's tensor, because there are no other ranks."""
         for output in outputs[0]:
             output.copy_(inputs[0])
         return self._meet("all-gather", outputs[0], options)
@@ -132,7 +136,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]:
-    """Initialize `torch.distributed` within the block, with groups that take time on `device`."""
+    """Initialize `torch.distributed` within the block, with process groups whose collectives take time on `device`."""
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu", "meta"])
     _playing.append(device)
@@ -145,7 +149,7 @@ def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]
 
 
 def name_groups(mesh: Mesh) -> None:
-    """Name the groups of a mesh after their purpose."""
+    """Label the groups of a mesh with their purposes, for traces."""
     kinds = {"gather": mesh.gather, "reduce": mesh.reduce, "all-reduce": mesh.replicate}
     for group, name in [(mesh.world_group, "all ranks"), *((getattr(c, "group", None), n) for n, c in kinds.items())]:
         if isinstance(group, VirtualGroup):

@@ -1,4 +1,4 @@
-"""Time a step of fullshard in virtual time, and write a trace for Perfetto or chrome://tracing."""
+"""Timing of a fullshard step in virtual time, and a writer of traces for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Hold the figures and the tasks of one step.
+    """The figures and the tasks of one step.
 
     Attributes:
         seconds: from the first launch to the end of the last task.
@@ -44,10 +44,10 @@ class Timeline:
         idle: seconds in which nothing runs because the device waits for the host.
         host: seconds until the host has launched everything, without `blocked`.
         blocked: seconds during that time in which the host waits for the device.
-        launches, collectives: how many the host has launched.
+        launches, collectives: how many kernels and collectives the host has launched.
         peak_allocated: peak of the allocated bytes on the device.
         state: bytes allocated before the step.
-        memory: (seconds, bytes allocated) by the host's clock. The step started at `begin`.
+        memory: (seconds, bytes allocated) pairs, with the time on the host's clock. The step started at `begin`.
     """
 
     seconds: float
@@ -66,7 +66,7 @@ class Timeline:
     memory: Sequence[tuple[float, int]]
 
     def figures(self) -> dict[str, float | int]:
-        """Return the figures for a record."""
+        """Return all figures except the tasks and the memory curve, for a benchmark record."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in ("begin", "tasks", "memory")}
 
@@ -113,7 +113,7 @@ def _loss(model: nn.Module, sequences: int, tokens: int) -> torch.Tensor:
 def time_step(
     values: dict[str, Any], job: Job, cluster: Cluster, *, rank: int = 0, host: HostCosts | None = None
 ) -> Timeline:
-    """Time a step of the engine in virtual time, as one rank of many on simulated devices."""
+    """Simulate a training step of the engine as one rank of a job on `cluster`, and return its timeline."""
     untimed = {
         "method": job.method != "full",
         "offload": bool(job.on_host) or job.on_host.activations,
@@ -156,9 +156,9 @@ def time_step(
 
 
 def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> Timeline:
-    """Train for `STEPS` steps and return the timeline of the last.
+    """Train for `STEPS` steps and return the timeline of the last one.
 
-    Each step starts when the one before has ended, as if the script read the loss.
+    Each step starts when the previous one has ended, as if the script read the loss after each step.
     """
     clock = device.clock
     for step in range(STEPS):
@@ -198,7 +198,7 @@ def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Op
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total length in seconds of the union of the spans."""
+    """Return the total length of the union of time spans, in seconds."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -208,7 +208,7 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 @contextlib.contextmanager
 def fused_optimizers() -> Iterator[None]:
-    """Let torch use fused optimizers on the meta device within the block, as on the simulated device."""
+    """Allow torch's fused optimizers on the meta device within the block, because the simulated device has them."""
     place = torch_private.fused_devices
     with instead(place.owner, place.name, lambda: [*place.torchs(), "meta"]):
         yield
@@ -218,9 +218,9 @@ _torchs_dropout = nn.functional.dropout
 
 
 def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Run dropout as one kernel with a mask of bytes, as accelerators do.
+    """Run dropout as one kernel that writes a mask with one byte per element, as accelerators do.
 
-    On the meta device torch would run three kernels.
+    On the meta device, torch's own dropout would run three kernels.
     """
     if training and p and not inplace:
         return torch.native_dropout(input, p, True)[0]

@@ -1,7 +1,7 @@
-"""Run the real engine as rank r of N, without the other ranks and without data.
+"""A run of the real engine as one rank of many, without the other ranks and without data.
 
-Every tensor is on the meta device. Layout, hooks, schedule and byte counts come from the engine. Only the arithmetic
-and the network are missing.
+Every tensor is on the meta device. The engine itself determines the layout, the hooks, the schedule and the byte
+counts. Only the arithmetic and the network are missing.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from fullshard.plan.traffic import Traffic, traffic_of
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Hold the engine's actions in a step after the first, and the planner's prediction.
+    """The engine's actions in its second step, and the planner's prediction of them.
 
     Attributes:
-        sharding: the line that describes the sharding at start-up.
+        sharding: the description of the sharding that is reported at start-up.
         traffic, counted: predicted and actual bytes that this rank sends (gather, reduce, replicate).
         main_nbytes, predicted_main_nbytes: actual and predicted bytes of the main weights.
     """
@@ -60,9 +60,9 @@ class Simulation:
 
     @property
     def differences(self) -> list[str]:
-        """Return descriptions of the differences between the engine and the planner.
+        """Return descriptions of all differences between the engine and the planner.
 
-        Return an empty list if there are none.
+        The list is empty if there are none.
         """
         ran, planned = (
             dict.fromkeys(e.unit for e in es if e.kind is EventKind.FORWARD_BEGIN)
@@ -88,15 +88,15 @@ class Simulation:
 
 
 class NoWeights:
-    """Act as a source that has every parameter but loads nothing. On the meta device there is no data to load."""
+    """A weight source that claims to have every parameter but loads nothing, because meta tensors have no data."""
 
     def start(self, *_: Any) -> None:
-        """Do nothing. Buffers come with the model and lose their data when they move to the meta device."""
+        """Do nothing. Buffers are part of the model and lose their data when they move to the meta device."""
 
     make_whole = read = start
 
     def holds(self, *_: Any) -> bool:
-        """Return True for every slot."""
+        """Return True for every slot, because this source claims to have all parameters."""
         return True
 
     initialize = read_parts = holds
@@ -154,12 +154,15 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
 
 
 def _autocast(device_type: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return torch's autocast context, or one that does nothing on the meta device, which torch's does not support."""
+    """Return torch's autocast context.
+
+    On the meta device, which torch's autocast does not support, return a context that does nothing.
+    """
     return contextlib.nullcontext() if device_type == "meta" else torch.amp.autocast(device_type, **options)
 
 
 def _trained(model: nn.Module, job: Job) -> nn.Module:
-    """Return a float32 model as the method of the job trains it."""
+    """Prepare a float32 model for the job's training method: add adapters and quantise it if the job uses them."""
     if job.method == "full":
         return model
     peft = import_extra("peft", extra="sft", purpose="simulating adapters")
@@ -176,7 +179,7 @@ def _trained(model: nn.Module, job: Job) -> nn.Module:
 
 
 def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
-    """Shard a model with the settings of the job, with weights that have no data."""
+    """Shard a model with the settings of a job. Its parameters have no data before or after."""
     units = unit_modules(model)
     apart = embedding_modules(model) if job.wrap_embeddings else ()
     if job.checkpointing != "none":
@@ -204,9 +207,9 @@ def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: Ev
 
 
 def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) -> tuple[int, ...]:
-    """Run two steps, keep the events of the second, and return its bytes.
+    """Run two steps. Keep the events of the second, and return the bytes that it sends.
 
-    The second step follows the order that the first has recorded.
+    In the first step, the engine records the order of the units, which the second step follows.
     """
     groups = [getattr(way, "group", None) for way in (mesh.gather, mesh.reduce, mesh.replicate)]  # None: of one rank
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -221,7 +224,10 @@ def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) ->
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
-    """Return a function that builds the model of a `config.json`. It is a causal model or an encoder-decoder model."""
+    """Return a function that builds the model that a `config.json` describes.
+
+    The model is a causal language model or an encoder-decoder model.
+    """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
@@ -259,9 +265,10 @@ _OWN_MASK = ("bloom", "opt")
 
 
 def _loss(model: nn.Module, job: Job) -> torch.Tensor:
-    """Run a forward on token ids and labels of the job's shape, so that a causal language model computes its loss.
+    """Run a forward on token ids and labels of the job's shape, and return the model's loss.
 
-    With `wrap_embeddings`, backward then reaches the outermost unit before the head, as planned.
+    A causal language model computes this loss itself, so with `wrap_embeddings` backward reaches the outermost unit
+    before the head, as planned.
     """
     tokens = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.long, device="meta")
     # A whole mask, because Transformers would look at the values of anything less.
