@@ -1,12 +1,13 @@
-"""Keep copies of the training state in host memory that survive a killed process, so that restarts need no disk reads.
+"""Keep copies of the training state in host memory. They survive a killed process, so a restart need not read the disk.
 
     training       ... step | collect, copy weights | step ...                                        | step ...
     background              |                       | write to this host's memory, send to the partner, seal   |
 
 A copy is a checkpoint whose files are spread over the memory of all hosts: each rank's files are on its own host and on
-the next one. A copy is valid once every host has its files, and only then is the previous copy removed. So there is
-always one complete copy, and if one host is lost, the others still have all of its files. A load agrees on the newest
-complete copy, verifies it, sends each host the files that its ranks will read, and then continues like any other load.
+the next one. A copy is valid once every host has its files, and only then is the previous copy removed. There is
+therefore always one complete copy, and if one host is lost, the others still have all of its files. In a load, the
+ranks agree on the newest complete copy and verify it. Each host receives the files that its ranks will read, and the
+load continues in the same way as from disk.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class MemoryCopies:
                 copies.after_step(step + 1, model=model, optimizer=optimizer)
 
     Args:
-        max_lost_steps: the largest number of steps that a kill may undo. Copies are made twice as often. The default
-            None means the value given to the launcher.
+        max_lost_steps: the largest number of steps that may be lost if a process is killed. Copies are made twice as
+            often. The default None means the value given to the launcher.
         say: called on rank 0 with messages about the size of copies and about skipped copies. The default prints them
             to standard error.
 
@@ -95,7 +96,9 @@ class MemoryCopies:
         self._copied: int | None = None  # the step of the latest complete copy
 
     def after_step(self, step: int, **arguments: Unpack[SaveArguments]) -> None:
-        """Start a copy if one is due, and wait for it if too many steps would be at risk. All ranks must call this.
+        """Start a copy if one is due. All ranks must call this.
+
+        If more than `max_lost_steps` steps could be lost otherwise, wait until the running copy is complete.
 
         Args:
             step: the number of the step that has just ended; stored in `extra`.
@@ -144,7 +147,7 @@ class MemoryCopies:
         return found
 
     def close(self) -> None:
-        """Wait for a running copy to finish."""
+        """Wait until a running copy has finished."""
         self._saver.wait()
 
     def __enter__(self) -> Self:
@@ -177,10 +180,10 @@ class MemoryCopies:
         self._begun, self._due = step, step + max(1, self.max_lost_steps // 2)
 
     def _make_room(self, directory: Path, nbytes: int) -> None:
-        """Create the directory of this copy.
+        """Create the directory for a copy.
 
-        Raises `CheckpointError` if there is not enough memory for the copy. The first copy needs enough for itself and
-        the next one.
+        Raise `CheckpointError` if there is not enough memory. The first copy needs enough memory for itself and for the
+        next copy.
         """
         needed = nbytes if self._begun else 2 * nbytes
         free = min(shutil.disk_usage(self.directory).free, available_host_memory())
@@ -216,11 +219,11 @@ class HostGrid:
 
     @property
     def local_rank(self) -> int:
-        """Return this rank's number on its host."""
+        """Return the number of this rank among the ranks on its host."""
         return self.rank % self.per_host
 
     def host_of(self, rank: int) -> int:
-        """Return the host of a rank."""
+        """Return the number of the host that a rank runs on."""
         return rank // self.per_host
 
     def partner_of(self, rank: int) -> int | None:
@@ -231,7 +234,7 @@ class HostGrid:
         return (rank + self.per_host) % self.world_size if self.world_size > self.per_host else None
 
     def kept_by(self, host: int) -> list[int]:
-        """Return the ranks whose files are kept on a host."""
+        """Return the ranks whose files are kept in the memory of a host."""
         own = range(host * self.per_host, (host + 1) * self.per_host)
         return [*own, *(rank for rank in range(self.world_size) if self.partner_of(rank) in own)]
 
@@ -239,10 +242,10 @@ class HostGrid:
 def transfers(
     wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid
 ) -> list[tuple[str, int, int]]:
-    """Return a (file, sender, receiver) tuple for each file that ranks on a host need but the host does not have.
+    """Return (file, sender, receiver) for each file that ranks on a host need but that the host does not have.
 
-    `wanted` holds the names of the wanted files for each rank. `held` lists at least one host for every file. The
-    result is the same on every rank.
+    `wanted` contains, for each rank, the names of the files that the rank needs. `held` lists the hosts that have each
+    file, at least one. The result is the same on every rank.
     """
     found = []
     for host in range(hosts.world_size // hosts.per_host):
@@ -258,7 +261,7 @@ def transfers(
 
 
 class _CopyStore(Store):
-    """The location of a copy. Files are written in place and become valid once all hosts have sealed them."""
+    """The directory of a copy. Files are written in place, and are valid once all hosts have written the manifest."""
 
     @property
     def directory(self) -> Path:
@@ -268,7 +271,7 @@ class _CopyStore(Store):
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy(Pending):
-    """A copy that has been collected but not yet written."""
+    """A copy for which the state has been collected, but that has not been written yet."""
 
     writer: RankWriter
     hosts: HostGrid
@@ -305,9 +308,9 @@ class PendingCopy(Pending):
 
 
 def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, parts: LoadArguments) -> dict[str, Any]:
-    """Load a copy, taking each file from any host that has it. All ranks must call this.
+    """Load a copy, and read each file from any host that has it. All ranks must call this.
 
-    Raises `DamagedError` if no host has an undamaged version of some file.
+    Raise `DamagedError` if no host has an undamaged version of a file.
     """
     manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
     names = sorted(manifest.files)[hosts.local_rank :: hosts.per_host]
@@ -349,7 +352,7 @@ def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, part
 
 
 def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and manifest of each copy that any host sealed after `newer_than`, newest first, on all ranks."""
+    """Yield (name, manifest) of each copy that a host sealed after `newer_than`, newest first, on all ranks."""
     mine: dict[str, float] = {}
     for path in sorted(directory.glob("step-*")):
         try:
@@ -365,7 +368,7 @@ def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple
 
 
 def _seal(directory: Path, data: bytes, hosts: HostGrid) -> None:
-    """Mark a copy as valid on this host by writing its manifest."""
+    """Mark a copy as valid on this host by writing its manifest. Only one rank per host does this."""
     if hosts.local_rank == 0:
         write_file(directory / MANIFEST_NAME, data)
 
@@ -378,7 +381,8 @@ def _file(path: Path) -> Bytes:
 def _new_file(path: Path, nbytes: int) -> Bytes:
     """Create a file and return its bytes, mapped into memory.
 
-    The memory is allocated immediately, so that a shortage raises an error here instead of a signal later.
+    The memory is allocated immediately, so that this call raises an error if there is too little. Otherwise, a signal
+    would end the process later.
     """
     try:
         with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Convert the elements of tensors to bytes in data files."""
+"""Convert between the elements of tensors and the bytes in data files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def wraps_others(tensor: torch.Tensor) -> bool:
 
 
 def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
-    """Return the name of a tensor's dtype without `torch.`.
+    """Return the name of a tensor's dtype without `torch.`, as it is written in the manifest.
 
-    Raises `CheckpointError` if safetensors cannot store the tensor.
+    Raise `CheckpointError` if safetensors cannot store the tensor. `where` names the tensor in the error.
     """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout is not torch.strided:
@@ -32,7 +32,7 @@ def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
 
 
 def dtype_called(code: str) -> torch.dtype:
-    """Return the dtype that safetensors calls `code`. Raises `CheckpointError` if the code is unknown."""
+    """Return the torch dtype for a dtype code of safetensors. Raise `CheckpointError` if the code is unknown."""
     if code not in NAMES:
         raise CheckpointError(f"a data file uses the unknown dtype {code!r}")
     dtype: torch.dtype = getattr(torch, NAMES[code])
@@ -45,7 +45,7 @@ def dtype_of(record: TensorRecord) -> torch.dtype:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the elements of a tensor as bytes in host memory, as a view if possible and as a copy otherwise."""
+    """Return the elements of a tensor as bytes in host memory: a view if possible, otherwise a copy."""
     if wraps_others(tensor):
         raise CheckpointError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and does not have bytes "
@@ -57,7 +57,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write tensors in memory to a data file. See `TensorFileWriter`."""
+    """Write these tensors to a data file. See `TensorFileWriter`."""
     entries = [
         TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
     ]

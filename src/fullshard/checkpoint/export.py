@@ -1,4 +1,4 @@
-"""Export a model as a Hugging Face directory for `from_pretrained`, without holding the complete model anywhere."""
+"""Export a model as a Hugging Face directory for `from_pretrained`. The complete model is never in memory."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ def export_hf(
 ) -> Path:
     """Write the weights, configuration and tokenizer of `model` for `from_pretrained`. All ranks must call this.
 
-    Parameters are gathered one at a time and written immediately. Besides its shards, every device holds one unsharded
-    parameter (or the parameters that are stored as one tensor), and rank 0's host holds up to two copies of it, however
-    large the model and `max_shard_size` are. The directory appears under its name only when it is complete.
+    Parameters are gathered one at a time and written immediately. In addition to its shards, every device holds one
+    unsharded parameter (or all parameters that are stored as one tensor). Rank 0's host holds up to two copies of it.
+    These amounts do not depend on the size of the model or on `max_shard_size`. The directory appears under its name
+    only when it is complete.
 
     Names and layout are those that `save_pretrained` would write, even where Transformers uses another layout in memory
     (for example for experts). Where the layout on disk joins several parameters into one, they are gathered together.
 
     Args:
         path: directory to create; only rank 0 writes.
-        model: a Transformers model, sharded or not. For other modules only the weights are written. The adapters of a
+        model: a Transformers model, sharded or not. For other modules, only the weights are written. The adapters of a
             PEFT model are merged layer by layer during the export, as PEFT's `merge_and_unload` does. Use
             `save_adapters` to write only the adapters.
         tokenizer: any object with `save_pretrained`, for example a tokenizer or a processor.
-        dtype: dtype to store floating-point tensors in; by default they keep their own.
+        dtype: dtype to store floating-point tensors in; by default, they keep their own dtypes.
         max_shard_size: maximum size of the tensors per file, as a number of bytes or as text such as `5GB` (10**9) or
             `5GiB` (2**30). A larger tensor gets a file to itself.
         overwrite: replace `path` if it exists.
@@ -87,14 +88,14 @@ def export_hf(
 
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
-    """Return whether `export_hf` writes every parameter and persistent buffer with its own name and shape."""
+    """Return whether `export_hf` writes every parameter and persistent buffer without renaming or converting it."""
     convert = SavedLayout(model, local_tensors(model), cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Parameters and buffers that are stored together.
+    """Parameters and buffers that are converted together and stored in the same file.
 
     A batch is either one tensor that is stored unchanged under `stored_name`, or several that `group` converts.
     """
@@ -112,9 +113,9 @@ _Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
 class SavedLayout:
     """Converts unsharded parameters to the tensors that Transformers stores for them.
 
-    Usually the stored tensor is the parameter itself. But Transformers 5 holds some models in another form in memory
-    than on disk, such as all experts of a layer in one tensor, and other software reads the form on disk. `batches`
-    lists the conversions in model order.
+    Usually the stored tensor is the parameter itself. For some models, however, Transformers 5 uses another form in
+    memory than on disk. For example, all experts of a layer are one tensor in memory. Other software reads the form on
+    disk. `batches` lists the conversions in model order.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class SavedLayout:
 
     @classmethod
     def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> SavedLayout:
-        """Return the stored layout of a model with its adapters merged. Brings the model to rest."""
+        """Return the stored layout of a model with its adapters merged. This reshards all units of the model."""
         rest(model)
         if is_adapted(model):
             merged = MergedModel(model)
@@ -153,9 +154,9 @@ class SavedLayout:
         return cls(model, local_tensors(model), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
-        """Start gathering the parts of a batch. All ranks must call this.
+        """Start to gather the tensors of a batch. All ranks must call this.
 
-        The returned function returns the full tensors and merges adapters where needed.
+        The returned function returns the full tensors, and merges adapters into them if the model has any.
         """
         makers = [self._gather(source) for source in batch.sources]
         return lambda: [make() for make in makers]
@@ -169,7 +170,7 @@ class SavedLayout:
         return lambda: merged.merge(source, lambda tensor: wholes[id(tensor)])
 
     def __call__(self, batch: Batch, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the stored tensors by name. Also works on the meta device, to find names and shapes."""
+        """Return the tensors to store, by name. On the meta device, this gives only their names and shapes."""
         cast = cast_floating(list(wholes), self._cast)
         if batch.group is None:
             return {batch.stored_name: cast[0]}
@@ -177,13 +178,13 @@ class SavedLayout:
         return batch.group.convert(by_name.__getitem__, self._outline)
 
     def _name(self, source: LocalTensor) -> str:
-        """Return the primary name of a weight that may be tied to other names."""
+        """Return the primary name of a tensor: the one that the model does not list as tied to another."""
         names = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
         return names[0] if names else source.name
 
 
 def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, SavedLayout]:
-    """Plan which tensor goes into which file. The plan is the same on every rank."""
+    """Return which tensors go into which file, and how they are converted. The result is the same on every rank."""
     convert = SavedLayout.of(model, cast=cast)
     pairs = [
         (batch, TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)))
@@ -201,10 +202,10 @@ def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_P
 
 
 def _write_weights(directory: Path, plan: _Plan, convert: SavedLayout, ranks: Ranks) -> None:
-    """Gather every tensor and write it on rank 0.
+    """Gather every tensor, and write it on rank 0.
 
-    If rank 0 fails, it still takes part in the remaining gathers of the file, because the other ranks do; then every
-    rank raises the error.
+    If writing fails, rank 0 still takes part in the remaining gathers of the file, because the other ranks wait for it.
+    Then every rank raises the error.
     """
     for name, members in plan:
         error: Exception | None = None

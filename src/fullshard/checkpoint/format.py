@@ -6,9 +6,10 @@
       optimizer-rank00000.safetensors     the same for optimizer state, under `PARAMETER/KEY`
       state-rank00000.safetensors         random number generators of the rank, tensors found in `extra` and the like
 
-Every file of one save carries the same `save_id`, and the manifest holds the size of each file and one crc32c per chunk
-of it. So a file that is torn, corrupted, swapped or from another save is always detected. Checksums cover chunks rather
-than complete files, because a rank that loads a part must be able to verify that part without reading the rest.
+Every file of one save contains the same `save_id`. The manifest contains the size of each file and one crc32c checksum
+per chunk of it. A file that is torn, corrupted, swapped or from another save is therefore always detected. Checksums
+cover chunks rather than complete files, because a rank that loads a part must be able to verify that part without
+reading the rest.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _Shape = Annotated[tuple[_Natural, ...], Field(max_length=64)]
 
 
 class _Record(BaseModel):
-    """Part of a manifest. Records are immutable and reject unknown keys."""
+    """Base class of the parts of a manifest. Records are immutable and reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -99,7 +100,7 @@ class FileRecord(_Record):
 
 
 class PieceRecord(_Record):
-    """Elements [start, stop) of a flattened tensor that one rank stores in its file."""
+    """A piece of a flattened tensor: the elements from `start` to `stop`, which one rank stores in its file."""
 
     rank: _Natural
     start: _Natural
@@ -107,16 +108,17 @@ class PieceRecord(_Record):
 
     @property
     def interval(self) -> Interval:
-        """Return the elements as an interval."""
+        """Return the interval of the tensor that this piece stores."""
         return Interval(self.start, self.stop)
 
 
 class CodeRecord(_Record):
-    """The form of optimizer state that is stored as 4-bit or 8-bit codes, with one scale per `block` codes.
+    """The way in which optimizer state is stored as 4-bit or 8-bit codes, with one scale per `block` codes.
 
     A value is `book[code] * scale`, or `code * scale` if there is no book. `book` is the length of the book, or 0. The
-    file holds the parts as NAME.codes, NAME.scales and NAME.book (both float32). Blocks are counted from the start of
-    the piece, and the last one may be shorter. Two 4-bit codes share a byte, the first one in its upper half.
+    parts are stored in the file as NAME.codes, NAME.scales and NAME.book (the last two in float32). Blocks are counted
+    from the start of the piece, and the last one may be shorter. Two 4-bit codes share a byte, the first one in its
+    upper half.
     """
 
     dtype: Literal["uint8", "float8_e4m3fn"]
@@ -133,11 +135,11 @@ class CodeRecord(_Record):
 
 
 class FormRecord(_Record):
-    """One of the forms in `core.forms`, in which weights are stored as codes and scales.
+    """The form in which a weight is stored as codes and scales. It is one of those in `core.forms`.
 
-    The file holds the parts as NAME.codes, NAME.scales and so on. Pieces start at a multiple of the form's atom, and
-    blocks are counted from the start of the tensor. If `is_transposed`, elements are counted with the last two dims
-    swapped.
+    The parts are stored in the file as NAME.codes, NAME.scales and so on. Pieces start at a multiple of the form's
+    atom, and blocks are counted from the start of the tensor. If `is_transposed` is set, elements are counted with the
+    last two dims swapped.
     """
 
     form: str
@@ -154,7 +156,7 @@ class FormRecord(_Record):
 
     @property
     def block(self) -> int:
-        """Return the number of elements that must be read together."""
+        """Return the number of elements in an atom of the form, which is the smallest unit that can be decoded."""
         return FORMS[self.form].atom
 
 
@@ -165,7 +167,7 @@ class CodedPieceRecord(PieceRecord):
 
 
 def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str, int]]:
-    """Return the tensors that store a piece of tensor `name` in a file, as name -> (dtype, number of elements)."""
+    """Return the tensors in a file that store this piece of tensor `name`, as name -> (dtype, number of elements)."""
     numel = piece.interval.numel
     if not isinstance(piece, CodedPieceRecord):
         return {name: (dtype, numel)}
@@ -180,7 +182,7 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
 
 
 class ChunkingRecord(_Record):
-    """How tensor parallelism has split a tensor. See `core.boxes.Chunking`."""
+    """A record of how tensor parallelism has split a tensor. See `core.boxes.Chunking`."""
 
     dim: _Natural
     parts: Annotated[_Few, Field(ge=2)]
@@ -194,8 +196,8 @@ class TensorRecord(_Record):
         shape: global shape; `()` is a scalar.
         dtype: torch's name without the prefix, for example `bfloat16`. For coded pieces, the dtype of the decoded
             values.
-        pieces: the elements that each rank stores; empty pieces are left out.
-        tiles: the chunking in whose order elements are counted; None if they are counted row by row.
+        pieces: the elements that each rank stores; empty pieces are omitted.
+        tiles: the chunking that defines the order in which elements are counted; None if they are counted row by row.
         aliases: other names of the same tensor (tied parameters).
         is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are recorded.
     """
@@ -220,7 +222,7 @@ class TensorRecord(_Record):
 
     @property
     def form(self) -> FormRecord | None:
-        """Return the form that a weight is stored in, or None if it is stored as ordinary numbers."""
+        """Return the form in which a weight is stored as codes, or None if it is stored as ordinary values."""
         coding = next((piece.coding for piece in self.pieces if isinstance(piece, CodedPieceRecord)), None)
         return coding if isinstance(coding, FormRecord) else None
 
@@ -231,12 +233,12 @@ class TensorRecord(_Record):
 
     @property
     def chunking(self) -> Chunking:
-        """Return the chunking in whose order elements are counted."""
+        """Return the chunking that defines the order in which elements are counted."""
         return UNCUT if self.tiles is None else Chunking(self.tiles.dim, self.tiles.parts, self.tiles.groups)
 
 
 def chunking_record(chunking: Chunking) -> ChunkingRecord | None:
-    """Return the record of a chunking, or None if it keeps the elements in row-by-row order."""
+    """Return the record of a chunking, or None if elements are counted row by row."""
     if chunking.is_row_by_row:
         return None
     return ChunkingRecord(dim=chunking.dim, parts=chunking.parts, groups=chunking.groups)
@@ -246,8 +248,8 @@ class StateTensorRecord(TensorRecord):
     """A tensor of optimizer state.
 
     Attributes:
-        layout: `interval` if it is sharded like its parameter, `replicated` if every rank holds all of it.
-        is_on_host: whether it was in host memory, which can differ from its parameter's device (Adam's `step`).
+        layout: `interval` if it is sharded like its parameter, `replicated` if every rank has all of it.
+        is_on_host: whether it was in host memory, which can differ from the device of its parameter (Adam's `step`).
     """
 
     layout: Literal["interval", "replicated"]
@@ -268,7 +270,7 @@ class GroupRecord(_Record):
 
 
 class OptimizerRecord(_Record):
-    """An optimizer: its class, its groups in order, and its state records keyed by parameter name and state key."""
+    """An optimizer: its class, its parameter groups in order, and its state by parameter name and state key."""
 
     kind: str
     groups: tuple[GroupRecord, ...]
@@ -276,14 +278,14 @@ class OptimizerRecord(_Record):
 
 
 class MeshRecord(_Record):
-    """Sizes of the device mesh that saved the checkpoint. This is for information only and does not affect loading."""
+    """The sizes of the device mesh at the save. They are recorded for information, and loading does not use them."""
 
     replicate: _Positive
     shard: _Positive
 
 
 class Manifest(_Record):
-    """Everything a checkpoint holds except the bytes of its tensors.
+    """The contents of a checkpoint, except the bytes of its tensors.
 
     Attributes:
         format: marks the file as a fullshard manifest.
@@ -294,8 +296,8 @@ class Manifest(_Record):
         world_size: number of ranks that saved. Random number generators are restored only at this world size.
         parts: number of checkpoints that were saved together, one per model. They are valid only together.
         states: name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`).
-        own_names: whether the names of the data files contain `save_id`. This is the case for a checkpoint that
-            replaced another in a store that cannot rename, where the files of both must exist at the same time.
+        own_names: whether the names of the data files contain `save_id`. This is the case if the checkpoint replaced
+            another one in a store that cannot rename, where the files of both must exist at the same time.
     """
 
     format: Literal["fullshard"] = "fullshard"
@@ -327,7 +329,7 @@ class Manifest(_Record):
 def stored_tensors(
     model: Mapping[str, TensorRecord], optimizer: OptimizerRecord | None
 ) -> Iterator[tuple[Kind, str, TensorRecord]]:
-    """Yield the file kind, the name in that file, and the record of every stored tensor of the model and optimizer."""
+    """Yield (kind of file, name in that file, record) for every tensor of the model and optimizer that is stored."""
     for name, record in model.items():
         if record.is_stored:
             yield "model", name, record
@@ -340,19 +342,19 @@ def stored_tensors(
 def is_for_others(name: str) -> bool:
     """Return whether a directory inside a checkpoint is meant for other programs.
 
-    The checkpoint is complete with or without it.
+    Such a directory is not needed to load the checkpoint.
     """
     return _FOR_OTHERS.fullmatch(name) is not None
 
 
 def trainer_state(directory: Location) -> Location:
-    """Return the checkpoint inside a Trainer `checkpoint-N` directory. Return any other directory unchanged."""
+    """Return the checkpoint in a Trainer `checkpoint-N` directory. Return any other directory unchanged."""
     inside = directory / TRAINER_STATE
     return inside if (inside / MANIFEST_NAME).is_file() and not (directory / MANIFEST_NAME).exists() else directory
 
 
 def part_paths(directory: Location) -> list[Location]:
-    """Return the checkpoints in a directory that holds several, in the order of their models.
+    """Return the checkpoints of several models that were saved in one directory, in the order of the models.
 
     Return an empty list if the directory is a checkpoint itself.
     """
@@ -373,7 +375,7 @@ def is_part(name: str) -> bool:
 def rank_file_name(kind: str, rank: int, save_id: str = "") -> str:
     """Return the name of one rank's data file. `kind` is `model`, `optimizer` or `state`.
 
-    For `save_id`, see `Manifest.own_names`.
+    The name contains `save_id` if it is given; see `Manifest.own_names`.
     """
     return f"{kind}-rank{rank:05d}{'.' * bool(save_id)}{save_id}.safetensors"
 
@@ -389,7 +391,7 @@ def is_data_file(name: str) -> bool:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the contents of a manifest file: valid JSON that includes a checksum of the exact bytes of the body."""
+    """Return the contents of a manifest file: valid JSON that includes a checksum of the manifest's own bytes."""
     body = manifest.model_dump_json().encode()
     try:
         from_json(body)
@@ -402,7 +404,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
-    """Parse and check the bytes that `encode_manifest` returned."""
+    """Parse the bytes that `encode_manifest` returned. Raise `CheckpointError` if they are damaged or invalid."""
     match = re.match(re.escape(_PREFIX) + rb"([0-9a-f]{8})" + re.escape(_MIDDLE), data)
     if match is None or not data.endswith(_SUFFIX):
         raise CheckpointError(f"{where} is not a fullshard manifest, or it is damaged")
@@ -432,7 +434,7 @@ def read_manifest(directory: Location) -> Manifest:
 
 
 def read_manifest_bytes(directory: Location) -> bytes:
-    """Return the bytes of the manifest file. Raises `CheckpointError` if it is missing or cannot be a manifest."""
+    """Return the bytes of the manifest file. Raise `CheckpointError` if it is missing or cannot be a manifest."""
     path = directory / MANIFEST_NAME
     try:
         if isinstance(path, ObjectPath):

@@ -1,6 +1,6 @@
 """Convert between a sharded model and the state dict of the unsharded model, with full tensors in memory.
 
-This is for models that fit in the memory of one host. `save_checkpoint` never needs a full tensor.
+Use this for models that fit into the memory of one host. `save_checkpoint` does not need any full tensor.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ALONE_SECONDS = 10.0
 def gather_when_all_save(model: nn.Module) -> None:
     """Make `model.save_pretrained(...)` save the full weights on the main process when every rank calls it.
 
-    A caller that passes `is_main_process=` (Accelerate's idiom) calls it on every rank, so the weights are gathered.
-    Without that argument one rank may call it alone, so it waits a short time for the other ranks. If they do not come,
-    saving an interval is an error as before, unless this rank has every element. A `save_pretrained` that does not
-    accept a state dict (such as that of diffusers models) gets the full weights from `model.state_dict()`, on the main
-    process only.
+    A caller that passes `is_main_process=`, as is usual with Accelerate, calls it on every rank, so the weights are
+    gathered. Without this argument, it is possible that only one rank calls it. The rank then waits a short time for
+    the other ranks. If they do not call it, the rank saves only if it has all elements; otherwise, it raises an error.
+    Some `save_pretrained` methods, such as that of diffusers models, do not accept a state dict. They get the full
+    weights from `model.state_dict()`, on the main process only.
     """
     save: Any = model.save_pretrained
 
@@ -78,9 +78,9 @@ def gather_when_all_save(model: nn.Module) -> None:
 def _by_name(
     save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, passed by name unless some of them belong to `*args`.
+    """Return the arguments of a call as keyword arguments, unless some of them belong to `*args`.
 
-    Raises `TypeError` if the signature does not accept them.
+    Raise `TypeError` if the signature does not accept them.
     """
     signature = inspect.signature(save)
     signature.bind(*args, **kwargs)
@@ -91,7 +91,7 @@ def _by_name(
 
 
 def _is_whole_here(model: nn.Module) -> bool:
-    """Return whether this rank has every element of every parameter.
+    """Return whether this rank has all elements of all parameters.
 
     This is the case with one rank or with replicated parameters.
     """
@@ -99,9 +99,9 @@ def _is_whole_here(model: nn.Module) -> bool:
 
 
 def _takes_state_dict(model: nn.Module) -> bool:
-    """Return whether the class's `save_pretrained` writes the state dict that it is given.
+    """Return whether the `save_pretrained` method of the model's class saves a state dict that it is given.
 
-    PEFT's method does, although its signature does not show it.
+    PEFT's method does, although its signature does not show this.
     """
     cls: Any = user_class(model)
     save = cls.save_pretrained
@@ -109,9 +109,10 @@ def _takes_state_dict(model: nn.Module) -> bool:
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
-    """Return what `state_dict()` of the unsharded model would return. All ranks must call this.
+    """Return the state dict of the unsharded model. All ranks must call this.
 
-    Parameters are gathered one at a time, so besides the shards the device needs room for the largest one.
+    Parameters are gathered one at a time, so in addition to the shards, the device needs memory for the largest
+    parameter.
 
     Args:
         model: sharded or not.
@@ -119,7 +120,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
         cpu: move every tensor to host memory as soon as it is gathered.
 
     Returns:
-        Copies under the unsharded model's names, in its order. Tied names share one tensor.
+        Copies under the names that the unsharded model uses, in the same order. Tied names share one tensor.
 
     Raises:
         CheckpointError: called inside `unsharded(model)`.
@@ -145,8 +146,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
 def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Make `state_dict()` of the model and of each of its modules return full tensors, on this rank only.
 
-    This is for code that saves a model in its own way, one module at a time. Meanwhile nothing can be gathered, because
-    the other ranks do not take part, so a forward is an error.
+    Use this for code that saves a model in its own way, one module at a time. A forward inside the context raises an
+    error: parameters cannot be gathered, because the other ranks do not take part.
     """
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     tensors = {
@@ -179,7 +180,8 @@ def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's part of every parameter and buffer, in host memory. This is not a collective.
 
     Returns:
-        Copies under the unsharded model's names: flat intervals of sharded parameters, and full tensors otherwise.
+        Copies under the names that the unsharded model uses: flat intervals of sharded parameters, and all other
+        tensors in full.
 
     Raises:
         CheckpointError: called inside `unsharded(model)`.
@@ -195,8 +197,8 @@ def load_full_state_dict(
     """Load full tensors into a sharded model. All ranks must call this.
 
     Only the `state_dict` of rank 0 is read. Its tensors are sent one at a time, and every rank keeps its interval.
-    Values are cast to the parameters' dtypes, as torch's `load_state_dict` does. The extra state of modules is sent as
-    JSON and tensors.
+    Values are cast to the parameters' dtypes, as torch's `load_state_dict` does. The extra state of modules is loaded,
+    too, if `save_checkpoint` can store it.
 
     Args:
         model: sharded or not.
@@ -204,11 +206,11 @@ def load_full_state_dict(
         strict: raise an error for missing and unexpected names.
 
     Returns:
-        The missing and the unexpected names. Both are empty if `strict`.
+        The missing and the unexpected names. Both lists are empty if `strict` is set.
 
     Raises:
-        CheckpointError: shapes or, if `strict`, names differ (the error lists all of them), or there is extra state
-            that `save_checkpoint` could not store either. Every rank raises it.
+        CheckpointError: shapes or, if `strict`, names differ (the error lists all of them), or `save_checkpoint` cannot
+            store the extra state. Every rank raises it.
     """
     ranks = Ranks.of(model)
     ranks.together("loading a state dict", lambda: rest(model))
@@ -239,7 +241,7 @@ def load_full_state_dict(
 
 
 def _sent(ranks: Ranks, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return `tensor` from rank 0, cast to `dtype`, on every rank."""
+    """Send `tensor` from rank 0 to all ranks, cast to `dtype`, and return it. All ranks must call this."""
     sent = torch.empty(shape, dtype=dtype, device=ranks.device)
     if tensor is not None:  # on rank 0
         sent.copy_(tensor)
@@ -248,7 +250,7 @@ def _sent(ranks: Ranks, tensor: torch.Tensor | None, shape: Sequence[int], dtype
 
 
 def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have extra state, keyed by the name of that state in state dicts."""
+    """Return the modules that have extra state, keyed by the name of this state in state dicts."""
     modules = modules_with_extra_state(model).items()
     return {f"{path}._extra_state" if path else "_extra_state": module for path, module in modules}
 
@@ -256,9 +258,10 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """Return the state dict name for each tensor of the model, the missing names and the unexpected names.
+    """Return the name in the state dict for each tensor of the model, or None for those that it does not contain.
 
-    The name is None for a tensor that is missing.
+    The second and third results are the missing names and the unexpected names. Raise `CheckpointError` if a shape
+    differs or, if `strict`, a name is missing or unexpected.
     """
     given = {clean_name(name): name for name in state_dict}
     names: list[str | None] = []

@@ -3,8 +3,8 @@
     OUT/.lease.json           one job uses all of OUT: it removes old checkpoints there, or numbers new ones
     OUT/.NAME.lease.json      one job uses OUT/NAME, which it replaces
 
-In a file system a lease is valid while its process holds a lock on the file, so it ends with the process. In an object
-store each job writes its own lease (`.lease.json.ID`), renews it, and looks for leases of other jobs. A lease that is
+In a file system, a lease is valid while its process holds a lock on the file, so it ends with the process. In an object
+store, each job writes its own lease (`.lease.json.ID`), renews it, and looks for leases of other jobs. A lease that is
 no longer renewed has expired. If two jobs start at the same time, at least the later one sees the lease of the other.
 """
 
@@ -45,12 +45,14 @@ _HELD: dict[Location, int | ObjectPath] = {}
 
 @contextlib.contextmanager
 def lease(directory: Location) -> Iterator[None]:
-    """Reserve `directory` and everything in it for this process while the context is active. Called on one rank.
+    """Reserve `directory` and everything in it for this process while the context is active.
 
-    All leases in `directory` that were taken meanwhile are released at the end.
+    Only one rank should enter the context. At the end, all leases in `directory` that this process has taken are
+    released.
 
     Raises:
-        ConfigError: another job holds it (the message gives its host, process and age), or the lease cannot be created.
+        ConfigError: another job has reserved it (the message gives its host, process and age), or the lease cannot be
+            created.
     """
     is_own = hold_folder(directory)
     try:
@@ -63,16 +65,16 @@ def lease(directory: Location) -> Iterator[None]:
 def hold_folder(directory: Location) -> bool:
     """Reserve `directory` and everything in it until this process ends or calls `let_go`.
 
-    Return whether this process did not hold it before.
+    Return False if this process had already reserved it.
     """
     directory = directory.absolute()
     return _hold(directory / LEASE_NAME, lambda: directory.glob(".*" + LEASE_NAME + "*"))
 
 
 def hold_name(path: Location) -> bool:
-    """Reserve only the name `path`, not its folder, until this process ends or calls `let_go`.
+    """Reserve only `path`, not the folder that contains it, until this process ends or calls `let_go`.
 
-    Return whether this process did not hold it before.
+    Return False if this process had already reserved it.
     """
     path = path.absolute()
     if any(holds(parent) or (parent.name and _of_name(parent) in _HELD) for parent in path.parents):
@@ -86,14 +88,14 @@ def holds(directory: Location) -> bool:
 
 
 def require_free(path: Location) -> None:
-    """Raise `ConfigError` if another job holds the name `path` or its parent folder."""
+    """Raise `ConfigError` if another job has reserved `path` or the folder that contains it."""
     path = path.absolute()
     _refuse_another(_of_name(path))
     _refuse_another(path.with_name(LEASE_NAME))
 
 
 def let_go(directory: Location | None = None) -> None:
-    """Release the folders and names in `directory`, or all of them by default."""
+    """Release all folders and paths in `directory` that this process has reserved, or all of them if it is None."""
     inside = None if directory is None else directory.absolute()
     for path in list(_HELD):
         if inside is None or path.is_relative_to(inside):
@@ -101,7 +103,7 @@ def let_go(directory: Location | None = None) -> None:
 
 
 def let_go_of(path: Location) -> None:
-    """Release the name `path`, which `hold_name` reserved."""
+    """Release `path`, which `hold_name` has reserved."""
     _let_go(_of_name(path))
 
 
@@ -110,9 +112,9 @@ def _of_name(path: Location) -> Location:
 
 
 def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
-    """Take the lease `path`. Raise `ConfigError` if another job holds it or one of `others`.
+    """Take the lease `path`. Raise `ConfigError` if another job holds this lease or one of `others`.
 
-    Return whether this process did not hold it before.
+    Return False if this process already held the lease, or if the file system does not support locks.
     """
     if path in _HELD:
         return False
@@ -157,7 +159,7 @@ def _let_go(path: Location) -> None:
 
 
 def _refuse_another(path: Location) -> None:
-    """Raise `ConfigError` if another running job holds this lease."""
+    """Raise `ConfigError` if another job that is still running holds this lease."""
     if isinstance(path, ObjectPath):
         for found in path.parent.iterdir():
             if found.name.startswith(path.name) and found not in _HELD.values():
@@ -181,7 +183,7 @@ def _in_use(path: Location) -> ConfigError:
 
 
 def _read(path: Location) -> dict[str, Any]:
-    """Return the contents of a lease, or an empty dict if it is gone or is not a lease."""
+    """Return the contents of a lease. Return an empty dict if the file no longer exists or is not a lease."""
     with contextlib.suppress(OSError, ValueError):
         return parse_object(read_small(path, limit_nbytes=_LONGEST_NBYTES))
     return {}
@@ -194,9 +196,9 @@ def _new() -> bytes:
 
 
 def _born(pid: Any) -> str:
-    """Return an id that distinguishes a process from any other with the same pid, on any host.
+    """Return an id for a process that differs from those of all other processes with the same pid, on any host.
 
-    Return an empty string if the system does not provide the information.
+    Return an empty string if the system does not provide this information.
     """
     with contextlib.suppress(OSError, IndexError):
         return f"{this_machine()} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
@@ -204,9 +206,9 @@ def _born(pid: Any) -> str:
 
 
 def _take_file(path: Path) -> int:
-    """Create and lock a lease file and return its descriptor.
+    """Create and lock a lease file, and return its file descriptor.
 
-    Raises `OSError` if the file system does not support locks.
+    Raise `ConfigError` if another process has locked it, and `OSError` if the file system does not support locks.
     """
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
@@ -260,7 +262,7 @@ def _renew(path: ObjectPath, own: ObjectPath) -> None:
 
 
 def _forget() -> None:
-    """Discard the leases that a forked process inherited from its parent. The parent keeps them."""
+    """Discard the leases that a forked process inherited from its parent. They remain valid for the parent."""
     for held in _HELD.values():
         if isinstance(held, int):
             os.close(held)

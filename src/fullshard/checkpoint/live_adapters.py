@@ -1,7 +1,7 @@
-"""Run PEFT's methods on a sharded model.
+"""Methods of PEFT models that work on sharded parameters.
 
-PEFT does not support parameters that are sharded into intervals, so its methods are applied layer by layer here: each
-adapted layer is copied with unsharded parameters, PEFT's own code merges or unmerges the copy, and every rank keeps its
+PEFT does not support parameters that are sharded into intervals. These methods therefore work layer by layer: they copy
+each adapted layer with unsharded parameters, and PEFT's own code merges or unmerges the copy. Then every rank keeps its
 interval of the result. The results are bit-identical to PEFT's, and no rank holds more than one unsharded layer.
 """
 
@@ -27,9 +27,9 @@ def merge_adapters(
 ) -> None:
     """Merge adapters of a PEFT model into its sharded base weights, in place. All ranks must call this.
 
-    Afterwards forwards skip the adapters, as after PEFT's `merge_adapter`, which has the same arguments. If
-    `safe_merge` finds a layer whose merged weights would not be finite, it raises an error that names the layer; the
-    layers before it are already merged.
+    PEFT's `merge_adapter` has the same arguments. As after that method, forwards then skip the adapters. If
+    `safe_merge` is set and the merged weights of a layer would not be finite, raise an error that names the layer. The
+    layers before it have already been merged by then.
     """
     check_mergeable(model)
     names = None if adapter_names is None else list(adapter_names)
@@ -42,7 +42,7 @@ def merge_adapters(
 def unmerge_adapters(model: nn.Module) -> None:
     """Undo the merge of all merged adapters, as PEFT's `unmerge_adapter` does. All ranks must call this.
 
-    As with PEFT, the weights are restored except for the rounding of the two sums.
+    As with PEFT, adding and subtracting the adapter weights can leave rounding errors in the base weights.
     """
     rest(model)
     for layer in _layers(model):
@@ -53,7 +53,7 @@ def unmerge_adapters(model: nn.Module) -> None:
 def use_sharded_methods(model: Any) -> None:
     """Replace the methods of a PEFT model that would give wrong results on sharded parameters.
 
-    Each is replaced with a correct version or with one that raises an error.
+    The new methods either give correct results or raise an error.
     """
     for name, method in (
         ("merge_adapter", merge_adapters),
@@ -111,7 +111,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _change(layer: Any, change: Callable[[Any], object]) -> None:
-    """Let PEFT change an unsharded copy of a layer, then keep this rank's part of the new base weights."""
+    """Let PEFT change an unsharded copy of a layer, and copy this rank's part of the new base weights to the layer."""
     known = {id(local.tensor): local for local in local_tensors(layer)}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
