@@ -1,4 +1,4 @@
-"""Define the metrics of one optimizer step, their file, and the measurement of memory."""
+"""Define the metrics of an optimizer step, write them to a file, and measure memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fullshard.core.sizes import GIB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Hold the metrics of one optimizer step of the whole job. They are the same on every rank.
+    """Holds the metrics of one optimizer step, which are the same on every rank.
 
     Attributes:
         step: the optimizer step, counted from 1.
         loss: mean over all target tokens of the global batch, in nats per token.
         learning_rate: the learning rate of this step.
         grad_norm: global 2-norm of the gradient before clipping. It is not finite if the step was skipped, and None if
-            the optimizer steps in backward, because then the full gradient never exists at one time.
+            the optimizer steps in backward, because the complete gradient is then never in memory at once.
         step_seconds: wall time of the step on rank 0, including the wait for data.
         tokens_per_second: tokens of all ranks per second, over the steps since the last reported line.
         data_wait_seconds: time that the ranks waited for their batches, mean over ranks.
@@ -57,13 +57,13 @@ class StepMetrics:
         return {name: value for name, value in values.items() if name not in unplotted and value is not None}
 
     def to_json(self) -> str:
-        """Return one line of JSON. Floats keep all their digits, but NaN and infinity become strings."""
+        """Return the metrics as one line of JSON. Floats keep all their digits, and NaN and infinity become strings."""
         values = dataclasses.asdict(self)
         unfit = {name: str(v) for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         return json.dumps(values | unfit, allow_nan=False)
 
     def line(self, total_steps: int) -> str:
-        """Return the record as one line of text."""
+        """Return the metrics as one line of text for the user."""
         norm = "" if self.grad_norm is None else f" | grad norm {self.grad_norm:.3f}"
         return (
             f"step {self.step:>{len(str(total_steps))}}/{total_steps}"
@@ -76,10 +76,10 @@ class StepMetrics:
 
 
 class JsonlSink:
-    """Write one line of JSON per step.
+    """Writes one line of JSON per step to a file.
 
     Each line is flushed when it is written, so a killed run keeps its lines. When a run resumes from `last_step`, the
-    lines after that step are removed first, so that the file has each step only once.
+    lines after that step are removed first, so that the file contains each step only once.
     """
 
     def __init__(self, path: Path, *, last_step: int = 0) -> None:
@@ -89,7 +89,7 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append the step."""
+        """Append the metrics of a step to the file."""
         self._file.write(metrics.to_json() + "\n")
         self._file.flush()
 
@@ -121,10 +121,10 @@ _RECORD = TypeAdapter(StepMetrics)
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Return the number of bytes that this rank uses.
+    """Return how many bytes of memory this rank uses.
 
-    This is the resident set size of the process on a CPU, and the peak of the allocator on an accelerator. Return 0 if
-    the allocator of the device does not count.
+    On a CPU, this is the resident set size of the process. On an accelerator, it is the peak of the allocator, or 0 if
+    the allocator does not count.
     """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0
@@ -136,6 +136,6 @@ def memory_nbytes(device: torch.device) -> int:
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Reset the peak of the allocator. A CPU's resident set size has no peak to reset."""
+    """Reset the peak of the device's allocator. On a CPU, do nothing, because a resident set size has no peak."""
     if device.type != "cpu" and counts_memory(device.type):
         torch.accelerator.reset_peak_memory_stats(device)

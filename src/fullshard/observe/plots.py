@@ -18,7 +18,7 @@ _MOST_POINTS = 1000
 
 
 class Line(NamedTuple):
-    """Hold one line of a chart: its points and its colour number."""
+    """Holds one line of a chart: its points and its colour number."""
 
     label: str
     x: Sequence[float]
@@ -28,14 +28,17 @@ class Line(NamedTuple):
 
 
 def require_plots() -> None:
-    """Raise `MissingExtraError` if charts cannot be drawn. Call this before training, not after hours of it."""
+    """Raise `MissingExtraError` if charts cannot be drawn, so that a long training run does not fail at its end."""
     for package in ("matplotlib", "jinja2"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra="plots", purpose="drawing pictures of a run")
 
 
 def line_chart(unit: str, lines: Sequence[Line]) -> str:
-    """Return a line chart over steps as the value of an image's `src` attribute. Many points are averaged in groups."""
+    """Draw a line chart over steps, and return it as the value for the `src` attribute of an image.
+
+    If a line has very many points, neighbouring points are averaged.
+    """
     matplotlib = importlib.import_module("matplotlib")
     buffer = io.BytesIO()
     with matplotlib.rc_context(_LOOK), warnings.catch_warnings():

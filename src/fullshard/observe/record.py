@@ -1,8 +1,8 @@
 """Read the folders of runs for a report.
 
-A folder may hold anything: other programs write files with these names, and killed runs leave incomplete files.
-Therefore every file is read with limits (`core.files`) and validated, paths that lead out of the folder are refused,
-and every fault raises a `DataError`.
+A folder may contain unexpected data: other programs write files with the same names, and killed runs leave incomplete
+files. Therefore every file is read with size limits (`core.files`) and validated, paths that lead out of the folder are
+refused, and every fault raises a `DataError`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _TrainerState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Hold one run: its metrics and the other files of its folder.
+    """Holds the metrics of one run and the contents of the other files in its folder.
 
     The metrics come from `metrics.jsonl` or from Trainer's log. `name` is the name of the folder, or its full path if
     several runs have folders with the same name.
@@ -61,7 +61,10 @@ class RunRecord:
     events: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps that have a field, and its values. Of a field with one value per rank, take the largest."""
+        """Return the steps for which the field `name` has a value, and these values.
+
+        If the field has one value per rank, return the largest.
+        """
         found = []
         for step in self.steps:
             value = step.get(name)
@@ -72,7 +75,7 @@ class RunRecord:
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
-    """Return the runs in some folders. Give each a distinct name."""
+    """Read the runs in some folders, and give each run a distinct name."""
     runs = [_run(local_path(path)) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.directory)) for run in runs]
@@ -102,7 +105,7 @@ def _run(folder: Path) -> RunRecord:
 
 
 def _read(path: Path, folder: Path, read: Callable[[Path], Kind]) -> Kind:
-    """Read a file of a folder. Raise `DataError` if its path leads out of the folder or it cannot be read."""
+    """Read a file in a run's folder. Raise `DataError` if its path leads out of the folder or it cannot be read."""
     try:
         if os.path.lexists(path) and not path.resolve().is_relative_to(folder.resolve()):
             raise OSError("it is a link that points outside the run's directory")
@@ -112,7 +115,7 @@ def _read(path: Path, folder: Path, read: Callable[[Path], Kind]) -> Kind:
 
 
 def _json(path: Path, folder: Path, kind: type[Kind]) -> Kind | None:
-    """Return the contents of a JSON file, or None if the file does not exist or holds an empty object."""
+    """Return the contents of a JSON file. Return None if the file does not exist or contains an empty object."""
     try:
         found = _read(path, folder, lambda path: read_object(path, limit_nbytes=_MOST_NBYTES) if path.exists() else {})
         return TypeAdapter(kind).validate_python(found) if found else None
@@ -129,7 +132,10 @@ def _json(path: Path, folder: Path, kind: type[Kind]) -> Kind | None:
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps in Trainer's newest state file, or in the one before if a kill left it incomplete."""
+    """Return the steps in the newest readable state file of Trainer.
+
+    A killed run may leave an incomplete file. If no file is readable, raise the error for the newest one.
+    """
     inside = [path for path in folder.glob("checkpoint-*") if path.is_dir() and not path.is_symlink()]
     cut_off = None
     for place in (folder, *sorted(inside, key=_numbers, reverse=True)):

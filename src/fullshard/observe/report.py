@@ -1,7 +1,7 @@
-"""Write a report of one or more runs as a single HTML file.
+"""Write a report on one or more runs as a single HTML file.
 
-The file needs no network and suits light screens, dark screens and paper. This module fills the template
-`report.html.j2`.
+The file can be opened without network access. It adapts to light screens, dark screens and paper. This module fills the
+template `report.html.j2`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Rows = list[tuple[str, ...]]
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Write the report of the runs in some folders atomically.
+    """Write a report on the runs in some folders to a file, atomically.
 
-    If `output` is in the folder of a run and is not a regular file, such as a link, it is replaced.
+    If `output` is in the folder of a run and is not a regular file (for example, a link), it is replaced.
     """
     require_plots()
     page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # file names may be invalid Unicode
@@ -51,7 +51,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Return the HTML page."""
+    """Return the HTML page of a report."""
     jinja = import_extra("jinja2", extra="plots", purpose="writing a report")
     pages = jinja.Environment(
         loader=jinja.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja.StrictUndefined
@@ -76,7 +76,7 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _state(run: RunRecord) -> str:
-    """Return a short description of the run's status."""
+    """Return a short text that says whether a run is done, has failed or was stopped, and after how many steps."""
     kinds = [event["kind"] for event in run.events]
     last = run.steps[-1]["step"] if run.steps else 0
     begun = max((number for number, kind in enumerate(kinds) if kind == "start"), default=0)
@@ -106,7 +106,10 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
 
 
 def _of(run: RunRecord, name: str, of: Callable[[list[float]], float], form: str = "") -> str:
-    """Return a summary of a series as text. Without a `form` the values are bytes."""
+    """Summarise a series of metrics with the function `of`, and return the result as text.
+
+    `form` is the format of the number. Without it, the number is formatted as a size in bytes.
+    """
     values = run.series(name)[1]
     if not values:
         return ""
@@ -137,7 +140,10 @@ def _trouble(run: RunRecord) -> Rows:
 
 
 def _settings(runs: Sequence[RunRecord]) -> tuple[Rows, list[int], Rows]:
-    """Return the given settings, the indices of those rows that differ between runs, and the default settings."""
+    """Return the given settings, the indices of those that differ between runs, and the default settings.
+
+    Settings are rows of a table: a name, and a value for each run.
+    """
     given, differing, by_default = Rows(), list[int](), Rows()
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         found = [run.settings.get(name) for run in runs]
@@ -162,7 +168,10 @@ def _details(event: dict[str, Any]) -> str:
 
 
 def _value(value: object) -> str:
-    """Return a value of a file as text. Python refuses to format integers with thousands of digits."""
+    """Return the text of a value that was read from a file.
+
+    Integers with thousands of digits need special handling, because Python refuses to format them.
+    """
     if isinstance(value, int) and value.bit_length() > 1000:
         return "a huge number"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

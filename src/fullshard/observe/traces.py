@@ -15,7 +15,7 @@ from fullshard.engine.lookup import units_of
 
 @contextlib.contextmanager
 def marked(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Mark the events of sharded models in a profile.
+    """Mark the events of sharded models in a profile that is recorded within the block.
 
     Each event becomes a short range, such as `fullshard: unshard_issued layers.0`.
     """

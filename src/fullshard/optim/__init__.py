@@ -1,4 +1,4 @@
-"""Provide sharded optimizers that need whole matrices, and averages of weights."""
+"""Sharded optimizers that update whole matrices, and moving averages of weights."""
 
 from fullshard.features.averages import EMA
 from fullshard.optim.muon import Muon

@@ -3,8 +3,8 @@
     every rank     computes momentum, direction, weight decay and update for its own interval, elementwise
     the owner      runs Newton-Schulz on the direction, which it receives in bfloat16, the dtype of the iteration
 
-The state is therefore one tensor with the layout of the parameter, and the results equal those of `torch.optim.Muon` on
-unsharded tensors.
+The optimizer's state is therefore one tensor per parameter, with the same layout as the parameter. The results equal
+those of `torch.optim.Muon` on unsharded tensors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _SCALINGS = (None, "original", "match_rms_adamw")
 
 
 class Muon(MatricesWithAdamW):
-    """Update hidden matrices with Muon and the other parameters with AdamW.
+    """An optimizer that updates hidden matrices with Muon and the other parameters with AdamW.
 
     Arguments and results are the same as for `torch.optim.Muon`.
 
     Args:
         params: a model, whose parameters `MatrixRule` assigns; or parameters or parameter groups, in the form that
-            torch's optimizers take. AdamW updates a group with `algorithm="adamw"`. A group with `flatten=True` holds
-            convolutions. Without it, a parameter with three dims is a batch of matrices. A parameter with more dims is
-            flattened.
+            torch's optimizers take. AdamW updates a group with `algorithm="adamw"`. A group with `flatten=True`
+            contains convolutions. Without `flatten`, a parameter with three dims is a batch of matrices. A parameter
+            with more dims is always flattened.
         lr, weight_decay: used for both algorithms, unless `adamw_lr` or `adamw_weight_decay` is given.
-        momentum, nesterov: settings of the direction. `nesterov` makes it look ahead.
+        momentum, nesterov: settings of the direction. `nesterov` selects Nesterov momentum.
         ns_coefficients, eps, ns_steps: see `newton_schulz.orthogonalized`.
         adjust_lr_fn: how the learning rate depends on the shape of a matrix. `original` (also None) multiplies it by
             sqrt(max(1, rows / columns)). `match_rms_adamw` multiplies it by 0.2 sqrt(max(rows, columns)), so that a
@@ -82,7 +82,7 @@ class Muon(MatricesWithAdamW):
             )
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Accumulate the gradient in the momentum and return the direction to orthogonalize."""
+        """Update the momentum with the gradient, and return the direction to orthogonalize."""
         state = self.state[parameter]
         if not state:
             state[_MOMENTUM] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Compute an approximation of the nearest orthogonal matrix by Newton-Schulz iteration, with matrix products only.
 
-Published by Keller Jordan, https://kellerjordan.github.io/posts/muon/. The products and their order are the same as in
-`torch.optim.Muon`, so the results are bit-identical. For a symmetric product, a quarter of the result is copied instead
-of being computed twice.
+The method was published by Keller Jordan, https://kellerjordan.github.io/posts/muon/. The products and their order are
+the same as in `torch.optim.Muon`, so the results are bit-identical. Because some products are symmetric, a quarter of
+such a result is copied instead of being computed twice.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def orthogonalized(
     steps: int = NEWTON_SCHULZ_STEPS,
     eps: float = EPS,
 ) -> torch.Tensor:
-    """Return U S' V^T for the matrix U S V^T, where the values of S' are between 0.5 and 1.5.
+    """Return U S' V^T for a matrix with the singular value decomposition U S V^T.
 
-    The result has shape (rows, columns) and dtype bfloat16. The matrix is divided by its norm, or by `eps` if the norm
-    is smaller.
+    The values of S' are between 0.5 and 1.5. The result has shape (rows, columns) and dtype bfloat16. First, the matrix
+    is divided by its norm, or by `eps` if the norm is smaller.
     """
     a, b, c = coefficients
     is_tall = matrix.size(0) > matrix.size(1)
@@ -43,7 +43,7 @@ def orthogonalized(
 def _symmetric(
     x: torch.Tensor, y: torch.Tensor, *, added: torch.Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
 ) -> torch.Tensor:
-    """Return `alpha` * x @ y + `beta` * `added`, where the result is known to be symmetric."""
+    """Return `alpha` * x @ y + `beta` * `added`, computing one half, because the caller knows that it is symmetric."""
     rows = len(x)
     result = x.new_empty(rows, rows)
     added = result if added is None else added

@@ -1,11 +1,11 @@
 """Run any optimizer on the unsharded matrices of a sharded model. One rank owns and updates each matrix.
 
     every rank     sends its interval of the weights and of the gradient
-    the owner      creates the optimizer with one unsharded matrix, gives it its state, and runs its step
+    the owner      creates the optimizer for the unsharded matrix, gives it the matrix's state, and runs its step
     every rank     receives its interval of the new weights
 
-Therefore any class that updates a parameter from its weights, gradient and state runs unmodified and gives the results
-of a single process.
+Therefore any class that updates a parameter from its weights, gradient and state runs unmodified, and gives the same
+results as in a single process.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ _REST = "rest"
 
 
 class OnOwners(MatricesWithAdamW):
-    """Update hidden matrices with any optimizer, each on the rank that owns it, and all other parameters with AdamW.
+    """Updates hidden matrices with any optimizer, each on the rank that owns it, and all other parameters with AdamW.
 
         from pytorch_optimizer import SOAP
-
         optimizer = fullshard.optim.OnOwners(model, SOAP, lr=3e-3, precondition_frequency=10)
 
-    The owner of a matrix holds its state. `save_checkpoint` and `Accelerator.save_state` save this state, and any
-    number of ranks can load it. The optimizer gets a convolution as a matrix with one row per output channel.
+    The owner of a matrix holds its optimizer state. `save_checkpoint` and `Accelerator.save_state` save this state, and
+    any number of ranks can load it. The optimizer gets a convolution as a matrix with one row per output channel.
 
-    With `whole_parameters=True` the class updates every parameter in its original shape, including vectors and
-    embeddings, and AdamW updates none. Classes such as `torch.optim.Adafactor` then give the results of a single
-    process.
+    With `whole_parameters=True`, the optimizer class updates every parameter in its original shape, including vectors
+    and embeddings, and AdamW updates none. Classes such as `torch.optim.Adafactor` then give the same results as in a
+    single process.
 
     Args:
         params: see `MatricesWithAdamW`.
@@ -73,19 +72,22 @@ class OnOwners(MatricesWithAdamW):
 
     @property
     def sent_as(self) -> torch.dtype:  # type: ignore[override]
-        """Return the dtype of the messages and of the owner's work: float64 if any matrix has it, otherwise float32."""
+        """Return the dtype in which matrices are sent to their owners and updated.
+
+        It is float64 if any matrix has this dtype, and float32 otherwise.
+        """
         is_double = any(parameter.dtype == torch.float64 for parameter in self._members())
         return torch.float64 if is_double else torch.float32
 
     def _made_with(self, weights: torch.Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
-        """Return the optimizer of one matrix, with the current values of its group."""
+        """Create the optimizer for one matrix, with the current option values of the matrix's parameter group."""
         made = self._class([nn.Parameter(weights)], **self._options)
         own = made.param_groups[0]
         own.update({key: value for key, value in group.items() if key in made.defaults and key in own})
         return made
 
     def _check(self, group: dict[str, Any], where: str) -> None:
-        """Let the class itself validate the values, so that its own error messages apply."""
+        """Validate the options by creating the optimizer, so that the user gets the error messages of its class."""
         options = {key: group[key] for key in self._options.keys() & group.keys()}
         self._class([nn.Parameter(torch.empty(1, 1))], **{**self._options, **options})
 
@@ -122,7 +124,7 @@ class OnOwners(MatricesWithAdamW):
         local_of(parameter).detach().copy_(update)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state like torch, but keep owners' state unchanged.
+        """Load the state as torch does, but keep the state of owned matrices as it was saved.
 
         torch would cast this state to the dtype of the parameter and split strings into characters.
         """
@@ -141,7 +143,10 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return nested state with names in place of its tensors, which are stored under these names in `tensors`."""
+    """Return a copy of nested state in which every tensor is replaced by a name.
+
+    The tensors are stored in `tensors` under these names, which begin with `path`.
+    """
     if isinstance(value, torch.Tensor):
         tensors[path.removesuffix("/")] = value
         return {"tensor": path.removesuffix("/")}
@@ -153,7 +158,10 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def _with_tensors(value: Any, tensor: Any) -> Any:
-    """Return nested state with tensors in place of their names. `tensor` returns the tensor for a name."""
+    """Return a copy of nested state in which every name is replaced by its tensor.
+
+    `tensor` is a function that returns the tensor for a name.
+    """
     if isinstance(value, dict):
         if value.keys() == {"tensor"}:
             return tensor(value["tensor"])

@@ -1,4 +1,4 @@
-"""Define which parameters of a model a matrix optimizer such as Muon updates, and which AdamW updates."""
+"""The rule that assigns each parameter of a model to a matrix optimizer such as Muon, or to AdamW."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 @dataclass(slots=True)
 class MatrixRule:
-    """Group the trainable parameters of a model, with their names, by the optimizer that updates them.
+    """Holds the trainable parameters of a model by name, grouped by the optimizer that updates them.
 
     `str()` summarizes the rule in one line. The matrix optimizer updates hidden matrices, including convolutions,
     expert weights and LoRA factors. AdamW updates embeddings, the output head and vectors (norms, biases). This is the
@@ -44,7 +44,10 @@ class MatrixRule:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str = "Muon") -> MatrixRule:
-        """Return the rule for a model, sharded or not. A tied parameter appears once, as an embedding if it is one."""
+        """Return the rule for a model, which may be sharded.
+
+        A tied parameter appears only once. An embedding that is also the output head counts as an embedding.
+        """
         rule = cls(optimizer)
         embedded: dict[int, bool] = {}
         for module in embeddings_of(model):

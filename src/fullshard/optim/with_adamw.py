@@ -1,7 +1,7 @@
-"""Provide the base class for optimizers of hidden matrices.
+"""The base class for optimizers of hidden matrices.
 
-It runs AdamW for the other parameters and assigns an owner to each unsharded matrix. A subclass defines which values of
-a parameter the owner gets, what the owner computes for a matrix, and how the weights are updated.
+It runs AdamW for the other parameters, and assigns each unsharded matrix to a rank, its owner. A subclass defines which
+values of a parameter are sent to the owner, what the owner computes for a matrix, and how the weights are updated.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class AdamWOptions(TypedDict, total=False):
 
 
 class MatricesWithAdamW(MatrixOptimizer):
-    """Update hidden matrices with the subclass's algorithm and all other parameters with AdamW.
+    """Updates hidden matrices with the subclass's algorithm and all other parameters with AdamW.
 
     Args:
         params: a model, whose parameters `MatrixRule` assigns; or parameters or parameter groups, in the form that
-            torch's optimizers take. AdamW updates a group with `algorithm="adamw"`. A group with `flatten=True` holds
-            convolutions. Without it, a parameter with three dims is a batch of matrices. A parameter with more dims is
-            flattened.
+            torch's optimizers take. AdamW updates a group with `algorithm="adamw"`. A group with `flatten=True`
+            contains convolutions. Without `flatten`, a parameter with three dims is a batch of matrices. A parameter
+            with more dims is always flattened.
         defaults: default options for groups of matrices.
         adamw: see `AdamWOptions`.
 
@@ -53,8 +53,8 @@ class MatricesWithAdamW(MatrixOptimizer):
         rule: how the parameters of the model are assigned, or None if `params` is not a model.
         algorithm: the name of the matrix algorithm, as it appears in parameter groups.
         sent_as: the dtype in which matrices are sent to owners and back.
-        width: how many values the owner gets for each element.
-        least_dims: the minimum number of dims of a parameter that AdamW does not update.
+        width: how many values are sent to the owner for each element of a matrix.
+        least_dims: the minimum number of dims of a parameter that the subclass's algorithm can update.
 
     Raises:
         ConfigError: a value is invalid.
@@ -89,24 +89,27 @@ class MatricesWithAdamW(MatrixOptimizer):
         raise NotImplementedError
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the values that the owner gets for this rank's elements.
+        """Return the values that this rank sends to the owner for its elements of a parameter.
 
-        For an unsharded parameter they have the shape of the parameter.
+        If the parameter is not sharded, the values have its shape.
         """
         raise NotImplementedError
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the result that the owner computes for matrix `number` of a parameter."""
+        """Compute the result for matrix `number` of a parameter. The rank that owns the matrix calls this."""
         raise NotImplementedError
 
     def _apply(self, parameter: torch.Tensor, made: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update this rank's elements of the weights with its part of the owners' results."""
+        """Update this rank's elements of a parameter with the corresponding elements of the owners' results."""
         raise NotImplementedError
 
     # -- groups and steps -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as torch does. See `algorithm` and `flatten` above."""
+        """Add a parameter group as torch does.
+
+        The keys `algorithm` and `flatten` of a group have the meaning that the class describes.
+        """
         if param_group.get("algorithm") == "adamw":
             param_group = {**self._adamw_defaults, **param_group}
         super().add_param_group(param_group)
@@ -118,7 +121,7 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. This is a collective if any parameter is sharded."""
+        """Update every parameter that has a gradient. If any parameter is sharded, all ranks must call this."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -141,7 +144,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         return loss
 
     def _made_of_all(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the combined results for all matrices of an unsharded parameter."""
+        """Compute the results for all matrices of an unsharded parameter, and return them in the parameter's shape."""
         given = self._given(parameter, group)
         shape = *matrix_shape(parameter.shape, flatten=group["flatten"]), *given.shape[parameter.dim() :]
         matrices = given.reshape(shape) if given.numel() else ()
@@ -150,7 +153,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         return torch.cat(made).view(parameter.shape) if made else parameter
 
     def _step_adamw(self) -> None:
-        """Run AdamW's own step on its groups, with the state of this optimizer."""
+        """Run torch's AdamW step on the groups that AdamW updates, with the state in this optimizer."""
         groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         if not groups:
             return
@@ -199,12 +202,12 @@ class MatricesWithAdamW(MatrixOptimizer):
 
 
 def _adamw(options: dict[str, Any]) -> optim.AdamW:
-    """Return torch's AdamW for one empty parameter."""
+    """Create torch's AdamW with a single empty parameter. It validates the options and runs the step."""
     return optim.AdamW([nn.Parameter(torch.empty(0))], **options)
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of this rank's elements."""
+    """Return the gradient of this rank's elements of a parameter, or None if it has no gradient."""
     if isinstance(parameter, ShardedParameter):
         return parameter.local_grad
     if parameter.grad is not None and parameter.grad.is_sparse:
@@ -213,5 +216,5 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements."""
+    """Return this rank's elements of a sharded tensor, or the tensor itself if it is not sharded."""
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor

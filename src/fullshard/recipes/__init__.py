@@ -1,1 +1,1 @@
-"""Complete training jobs as plain functions over the engine. Start reading at `train` in `train.py`."""
+"""Complete training jobs as plain functions that use the engine. Start reading at `train` in `train.py`."""

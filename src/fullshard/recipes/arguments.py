@@ -1,4 +1,4 @@
-"""Define each setting of a training run once. The command line and the workers read the same fields."""
+"""Define each setting of a training run once, for both the command line and the processes of the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _wrap(written: str | None) -> Mapping[str, Any]:
 
 
 class TrainArguments(View):
-    """Settings of `fullshard train`."""
+    """The settings of `fullshard train`."""
 
     subject: ClassVar[str] = "a training run"
 
@@ -122,7 +122,7 @@ class TrainArguments(View):
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """Return the command-line option of a field."""
+        """Return the command-line option for a field."""
         return "--" + name.replace("_", "-")
 
     @field_validator("model", "data", "output_dir", mode="before")
@@ -134,7 +134,7 @@ class TrainArguments(View):
         return value
 
     def check(self) -> None:
-        """Raise `ConfigError` if the values of the fields are incompatible."""
+        """Raise `ConfigError` if the values of some fields are incompatible."""
         if self.warmup_steps is not None and self.warmup_steps > self.steps:
             raise ConfigError(f"--warmup-steps {self.warmup_steps} is more than --steps {self.steps}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:

@@ -70,6 +70,6 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters in the optimizer's order."""
+    """Return the names of an optimizer's parameters, in the order in which the optimizer holds them."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""A model on a mesh of XLA devices. Parameters and outputs are annotated so that XLA's compiler implements FSDP."""
+"""Move a model to a mesh of XLA devices, and annotate its tensors so that XLA's compiler implements FSDP."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ _STATE = "_fullshard_xla"
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """The settings of a prepared model and its mesh, which has the shape (replicas, devices per shard group)."""
+    """Holds the settings of a prepared model and its mesh, whose shape is (replicas, devices per shard group)."""
 
     mesh: Any
     settings: XlaSettings
 
     def place(self, tensor: torch.Tensor, dims: tuple[Any, ...]) -> torch.Tensor:
-        """Return the tensor on the devices. `dims` lists the mesh axes of each of its dims."""
+        """Move a tensor to the devices, divided over axes of the mesh.
+
+        `dims` names the mesh axis over which each dim of the tensor is divided, or None for a dim that is not divided.
+        """
         import torch_xla.distributed.spmd as spmd
 
         moved = tensor.detach().to("xla")
@@ -36,12 +39,16 @@ class Sharded:
         return moved
 
     def place_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Place a tensor on the devices with its largest dim divided over a shard group, as FSDPv2 does."""
+        """Move a parameter to the devices with its largest dim divided over a shard group, as FSDPv2 does."""
         largest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim], default=None)
         return self.place(tensor, tuple("fsdp" if dim == largest else None for dim in range(tensor.dim())))
 
     def annotate(self, output: Any) -> None:
-        """Divide dim 0 of every tensor in an output over all devices, each of which computes its part of the batch."""
+        """Tell XLA's compiler that dim 0 of every tensor in an output is divided over all devices.
+
+        Each device then computes its part of the batch. If the settings contain `shard_output`, call that function
+        instead.
+        """
         import torch_xla
         import torch_xla.distributed.spmd as spmd
 
@@ -61,8 +68,8 @@ class Sharded:
 def prepare(model: nn.Module, settings: XlaSettings | None = None) -> nn.Module:
     """Shard a model in place over all XLA devices of this host. Create the optimizer afterwards.
 
-    Call this function before the first backward of the process, because torch counts the devices then and ignores
-    devices that appear later.
+    Call this function before the first backward pass of the process, because torch counts the devices at that time and
+    ignores devices that appear later.
 
     Args:
         model: The model, on the CPU. It keeps its class, names, hooks, and tied weights.
@@ -70,9 +77,9 @@ def prepare(model: nn.Module, settings: XlaSettings | None = None) -> nn.Module:
             list of layers.
 
     Raises:
-        ConfigError: If PyTorch/XLA is not available or runs in several processes, or if a size does not divide the
-            number of devices.
-        WrapError: If the model does not have a class of the given name.
+        ConfigError: If PyTorch/XLA is not available or runs in several processes, or if the shard size does not divide
+            the number of devices.
+        WrapError: If the settings name a module class that does not occur in the model.
     """
     settings = settings or XlaSettings()
     require_xla("fullshard.integrations.xla", "use fullshard.shard_model, which trains on the devices that it finds")
@@ -101,7 +108,7 @@ def sharded_state(model: nn.Module) -> Sharded:
 
 
 def shard_batch(batch: Any, model: nn.Module) -> Any:
-    """Place a global batch on the devices, with dim 0 of its tensors divided over all devices.
+    """Move a global batch to the devices, with dim 0 of its tensors divided over all devices.
 
     Raises:
         ConfigError: If the size of a batch is not a multiple of the number of devices.
@@ -122,7 +129,10 @@ def shard_batch(batch: Any, model: nn.Module) -> Any:
 
 
 class batches:
-    """The global batches of a loader, placed on the devices. After each batch, the recorded step is run."""
+    """An iterable over the global batches of a loader, moved to the devices.
+
+    After the loop's body for each batch, the recorded operations are run.
+    """
 
     def __init__(self, loader: Iterable[Any], model: nn.Module) -> None:
         self.loader, self.model = loader, model
@@ -139,7 +149,7 @@ class batches:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return unsharded tensors in host memory, under the names in the model's state dict."""
+    """Return unsharded copies of the model's parameters and buffers in host memory, under their state dict names."""
     import torch_xla
 
     torch_xla.sync()
@@ -147,9 +157,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, list[tuple[str, Any, torch.Tensor]]]:
-    """Return the parts on each device, as `(device, slices, elements)` tuples by name, including replicated parts.
+    """Return the part of each tensor that each device holds, keyed by the tensor's name.
 
-    `slices` has a slice of the unsharded tensor for each of its dims.
+    Each part is a tuple `(device, slices, elements)`. `slices` contains one slice for each dim of the unsharded tensor.
+    Replicated parts are included for every device.
     """
     import torch_xla
     import torch_xla.distributed.spmd as spmd
@@ -207,7 +218,7 @@ def _mesh(shard_size: int | None) -> Any:
 
 
 def _units(model: nn.Module, settings: XlaSettings) -> list[nn.Module]:
-    """Return the modules that are units, innermost first. The model itself, always a unit, is not included."""
+    """Return the modules that are units, innermost first, without the model itself, which is always a unit."""
     if settings.wrap_min_numel is not None:
         found: list[nn.Module] = []
         _units_by_size(model, settings.wrap_min_numel, found, set())
@@ -232,7 +243,7 @@ def _units_by_size(module: nn.Module, least: int, found: list[nn.Module], taken:
 
 
 def _move(model: nn.Module, sharded: Sharded) -> None:
-    """Move the model to the devices. Unlike `.to`, this keeps a tied parameter a single parameter."""
+    """Move the model to the devices. Unlike `.to`, this keeps tied parameters tied."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -268,7 +279,10 @@ def _in_bf16(forward: Any) -> Any:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return nested tuples, lists, and mappings, including Transformers' outputs, with every tensor changed."""
+    """Return a copy of a nested value in which `change` has been applied to every tensor.
+
+    The value may consist of tuples, lists, and mappings, including Transformers' outputs.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

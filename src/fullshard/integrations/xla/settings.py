@@ -1,4 +1,4 @@
-"""Settings for PyTorch/XLA. Unsupported settings are refused or reported as having no effect."""
+"""Settings for PyTorch/XLA. An unsupported setting raises an error or is reported as having no effect."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class XlaSettings:
     """The settings for training through PyTorch/XLA.
 
     Attributes:
-        shard_size: The number of devices per shard group; other groups hold replicas. None means all devices.
-        wrap_classes: The class names of the units. If empty, and without `wrap_min_numel`, the model's own list of
-            layers is used.
+        shard_size: The number of devices per shard group; the shard groups are replicas of one another. None means that
+            all devices form one group.
+        wrap_classes: The names of the module classes that become units. If empty, and without `wrap_min_numel`, the
+            model's own list of layers is used.
         wrap_min_numel: The number of parameters from which a module becomes a unit, as an alternative to classes.
         bf16: Whether to compute in bfloat16, with float32 weights and outputs.
         checkpointing: Whether to recompute the activations of units in backward.
         shard_output: A function `(output, mesh) -> None` that annotates the output of a unit and of the model. By
-            default, dim 0 of every tensor in the output is divided if the batch axes divide it.
+            default, dim 0 of every tensor in the output is divided over all devices if its size is a multiple of their
+            number.
     """
 
     shard_size: int | None = None
@@ -49,15 +51,15 @@ class XlaSettings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read settings from a file in any dialect of `fullshard launch`. Raise the errors of `from_resolved`."""
+        """Read settings from a file in any format of `fullshard launch`. Raises the same errors as `from_resolved`."""
         return cls.from_resolved(resolve([load_file(path)]))
 
     @classmethod
     def from_resolved(cls, found: Resolved, shard_output: Callable[[Any, Any], None] | None = None) -> Self:
-        """Take the settings from a resolved configuration. Warn of each setting that has no effect.
+        """Take the settings from a resolved configuration. Warn about each setting that has no effect.
 
         Raises:
-            ConfigError: If PyTorch/XLA does not support a setting. The message gives the origin of the setting.
+            ConfigError: If PyTorch/XLA does not support a setting. The message says where the setting comes from.
         """
         sharding, precision = found.config.sharding, found.config.precision
         for path, setting in found.settings.items():

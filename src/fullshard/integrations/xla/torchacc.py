@@ -1,4 +1,4 @@
-"""`fullshard.torchacc` on top of PyTorch/XLA: TorchAcc's configuration with training by FSDP via SPMD."""
+"""`fullshard.torchacc` on top of PyTorch/XLA: TorchAcc's configuration, with FSDP through XLA's SPMD."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def accelerate(
 
     Raises:
         ConfigError: If PyTorch/XLA does not support a field.
-        WrapError: If the model does not have a class of the given name.
+        WrapError: If the config names a module class that does not occur in the model.
     """
     config = Config.of(config)
     config.validate()
@@ -59,7 +59,7 @@ _LENGTHS = ("dataloader.buckets", "dataloader.max_length", "dataloader.num_bucke
 
 
 def sync(wait: bool = False) -> None:
-    """Run the recorded operations. With `wait`, return only when they are done."""
+    """Run the recorded operations. If `wait` is set, return only when they have finished."""
     import torch_xla
 
     torch_xla.sync(wait=wait)
