@@ -1,4 +1,4 @@
-"""The FSDP runtime. ARCHITECTURE.md explains in which order to read it."""
+"""The FSDP runtime. ARCHITECTURE.md suggests an order in which to read its modules."""
 
 # Import our own module first: it reports a torch that is too old before an import of a missing name fails.
 # isort: off

@@ -1,8 +1,9 @@
-"""The backward of one model: what it gathers ahead, the order of its reductions, and how it ends.
+"""The backward pass of one model: prefetching, the order of reductions, and the end of the pass.
 
-Ranks must communicate in the same order, whatever becomes ready first on each. `core.schedule` computes that order.
-This file reports what has happened to it and performs the operations that are due. Backward ends in an autograd
-callback. It reduces the buckets that never became ready, with zeros for unused parameters.
+All ranks must communicate in the same order, although different buckets may become ready first on each rank.
+`core.schedule` computes this order. This module reports events to it and performs the operations that are due. An
+autograd callback ends the backward pass: it reduces the buckets that never became ready, with zeros for unused
+parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Backward:
-    """The backward in progress, if any, and the facts about earlier forwards that it needs."""
+    """The state of the current backward pass, and what it needs to know about earlier forward passes."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -46,21 +47,21 @@ class Backward:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a backward of the model is in progress, or has failed without being noticed yet."""
+        """Return whether a backward pass is in progress, or has failed and nothing has detected this yet."""
         return self.hookless_calls.backward is not None
 
     def note_call(self, unit: Unit) -> None:
-        """Add a unit to those that the next backward will reach."""
+        """Record that `unit` has run, so that the next backward pass is expected to reach it."""
         self._participants[unit] = None
 
     def order_reductions(self, ran: Sequence[Unit]) -> None:
-        """Reduce buckets in the reverse of the order in which the first complete forward ran the units."""
+        """Set the order of reductions, unless it is already set. It is the reverse of `ran`, a complete forward."""
         if not self._reduce_order:
             every = dict.fromkeys([*ran, *reversed(self._schedule.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(every)}
 
     def begin(self, unit: Unit) -> None:
-        """Begin backward at the first unit it reaches: order the reductions and register `finish` with autograd."""
+        """Begin the backward pass unless one is in progress, and add `unit`'s buckets to the order of reductions."""
         if self.is_under_way and self._callback() is None:
             self.give_up()  # the last one raised an error that nothing has detected yet
         if not self.is_under_way:
@@ -82,7 +83,7 @@ class Backward:
             self._enqueue(unit)
 
     def _note_dropped(self, _: object) -> None:
-        """Notify the extensions of a failed backward if autograd dropped it before its end."""
+        """Notify the extensions if autograd discarded the backward pass, because of an error, before it ended."""
         if self._may_fail:  # not `is_under_way`: a thread of autograd may drop it when the model is at rest again
             self._may_fail = False
             for tell in self._schedule.extensions.backward_fails:
@@ -98,7 +99,7 @@ class Backward:
         self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
     def reduce_if_kept(self) -> None:
-        """Reduce the unsharded gradients kept by earlier backwards, as if a backward ended here.
+        """Reduce the unsharded gradients that earlier backward passes kept, as at the end of a backward pass.
 
         All ranks must call this.
         """
@@ -115,7 +116,7 @@ class Backward:
         self.finish()
 
     def prefetch(self, unit: Unit, call: Call) -> None:
-        """Gather what backward needs after `unit`, before the gradients of `unit` are computed."""
+        """Gather the parameters that backward needs after those of `unit`, before it computes `unit`'s gradients."""
         if unit.prefetched_in_backward is not None:
             for other in unit.prefetched_in_backward:
                 other.issue_unshard()
@@ -125,7 +126,7 @@ class Backward:
             tell(unit, call)
 
     def prefetch_after(self, previous: Unit | None) -> None:
-        """Gather what backward needs next, after the gradients of a unit have been computed."""
+        """Gather `previous`, the unit that backward needs next, after the gradients of another unit are computed."""
         if self._schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(previous)
 
@@ -136,7 +137,7 @@ class Backward:
             unit.issue_unshard()
 
     def reduce_when_due(self, bucket: Bucket) -> None:
-        """Reduce the complete gradients of `bucket` after all buckets that precede it in the order."""
+        """Record that the gradients of `bucket` are complete, and launch every reduction that is now due."""
         for due in self.reducer.order.complete(bucket):
             self._launch(due)
 
@@ -153,7 +154,7 @@ class Backward:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Finish the outermost backward. Autograd calls this at its end."""
+        """Finish the outermost backward pass. Autograd calls this when the pass ends."""
         with torch_private.without_transforms():
             self._finish()
 
@@ -195,7 +196,7 @@ class Backward:
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:
-        """Exchange the final message, and return which parameters of each reduced bucket any rank used.
+        """Exchange the final message. Return, for each reduced bucket, which parameters were used on any rank.
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still update it. The message also
         says whether any rank collected more gradients than it reduced, through reentrant checkpointing or a unit that
@@ -228,7 +229,7 @@ class Backward:
         return used
 
     def give_up(self) -> None:
-        """Discard a failed backward but keep the forwards before it, because another loss may need them."""
+        """Discard a failed backward pass. Keep the earlier forward passes, because another loss may need them."""
         if any(bucket.has_gradient and bucket.gradient.keeps_unreduced for bucket in self._schedule.buckets()):
             warnings.warn(
                 f"rank {self._schedule.mesh.rank}: a backward has failed, so the unreduced gradients of earlier "
@@ -241,6 +242,6 @@ class Backward:
         self._clear()
 
     def forget(self) -> None:
-        """Discard a failed backward and the forwards before it."""
+        """Discard a failed backward pass and the forward passes before it."""
         self.give_up()
         self._participants.clear()

@@ -1,8 +1,8 @@
-"""Switch the parameters in modules: original ones while their unit is unsharded, sharded ones at rest.
+"""Switch the parameters that modules hold: original ones while the unit is unsharded, sharded ones at rest.
 
-The switch writes to `module._parameters`. No hook reports when other code writes there, so the binding checks the
-parameters before it replaces them. A forward can also modify an original parameter in place; its version counter shows
-such a change.
+The binding writes to `module._parameters`. Other code may write there too, and no hook reports this, so the binding
+checks the parameters before it replaces them. A forward can also modify an original parameter in place. The version
+counter of the parameter shows such a change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fullshard.wrap.partition import Slot
 
 
 class Binding:
-    """The places in modules that hold the parameters of a unit."""
+    """The places in a unit's modules where its parameters are stored, and what is bound there at the moment."""
 
     def __init__(self, entries: Sequence[tuple[Slot, ShardedParameter]]) -> None:
         places: list[tuple[dict[str, Any], str, nn.Parameter, ShardedParameter]] = [
@@ -35,12 +35,12 @@ class Binding:
         self._bound: Sequence[torch.Tensor] = self._unsharded
 
     def bind(self, *, unsharded: bool) -> None:
-        """Bind the original or the sharded parameters in the modules."""
+        """Put the original parameters into the modules if `unsharded` is set; otherwise put the sharded ones there."""
         self._bound = self._unsharded if unsharded else self._sharded
         list(map(dict.__setitem__, self._holders, self._attributes, self._bound))  # for each place, without a loop
 
     def check(self) -> None:
-        """Raise an error if a module holds a parameter that the engine did not bind."""
+        """Raise an error if a module holds a parameter that was not put there by the engine."""
         if all(map(operator.is_, map(dict.get, self._holders, self._attributes), self._bound)):
             return
         places = zip(self._holders, self._attributes, self._unsharded, self._sharded, strict=True)
@@ -60,18 +60,18 @@ _version = operator.attrgetter("_version")
 
 
 class Originals:
-    """The original parameters of a bucket, bound to views of `full`, and counts of their in-place changes."""
+    """The original parameters of a bucket, which are views of `full`, and their version counters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self._known = self.versions()
 
     def versions(self) -> list[int]:
-        """Return the number of in-place changes of each parameter."""
+        """Return the version counter of each parameter, which counts its in-place changes."""
         return list(map(_version, self.parameters))
 
     def take_changes(self) -> list[int]:
-        """Return the indices of parameters changed since the last call, and mark these changes as handled."""
+        """Return the indices of the parameters that have been changed in place since the last call of this method."""
         versions = self.versions()
         if versions == self._known:
             return []

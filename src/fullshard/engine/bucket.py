@@ -1,6 +1,6 @@
 """A bucket: the parameters of one unit that share dtypes and trainability, in one flat buffer.
 
-Six tensors always have these names:
+The code uses these names for the tensors of a bucket:
 
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
     main                 this rank's interval, shape (S,), in the stored dtype; persistent; the optimizer updates it
@@ -9,7 +9,7 @@ Six tensors always have these names:
     full                 the unsharded bucket, shape (W * S,), in the compute dtype; filled only while it is needed
     gradient             see `engine.gradient`
 
-The buffer that owns `full`, a `comm.base.FullBuffer`, fills it. In some buffers `main` is this rank's part of `full`.
+A `comm.base.FullBuffer` owns `full` and fills it. With some of these buffers, `main` is this rank's part of `full`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Bucket(BucketSpec):
-    """The memory of one bucket, and the operations that unshard and reshard it. `BucketSpec` adds the layout.
+    """The memory of one bucket, and operations to unshard and reshard it. `BucketSpec` describes its layout.
 
     Attributes:
-        has_gradient: whether the bucket has ever been trainable. Only then does `gradient` exist.
-        storage_ids: the storages of the unsharded bucket, which never change during the life of the bucket.
+        has_gradient: whether the bucket has ever been trainable. `gradient` exists only in this case.
+        storage_ids: ids of the storages of the unsharded bucket, which never change during the life of the bucket.
         has_gradient_hooks: whether the script has ever put a post-accumulate hook on one of its sharded parameters.
     """
 
@@ -75,12 +75,12 @@ class Bucket(BucketSpec):
             self.make_gradient()
 
     def make_gradient(self) -> None:
-        """Prepare to collect and reduce gradients."""
+        """Create the object that collects and reduces the gradients of this bucket."""
         self.gradient = Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids))
         self.has_gradient = True
 
     def _allocate(self, weights: Values | None) -> None:
-        """Copy this rank's interval from the original parameters, then bind these to views of `full`."""
+        """Copy this rank's interval of the original parameters, and then make these parameters views of `full`."""
         self.buffer = self.make_buffer()
         self.full = self.buffer.full
         # Identify the storage by object, not by address, because it has no memory most of the time.
@@ -101,7 +101,7 @@ class Bucket(BucketSpec):
         self.reshard()
 
     def _fill(self, weights: Values | None) -> None:
-        """Fill `main` with this rank's interval of each parameter, from memory or from `weights`."""
+        """Fill `main` with this rank's interval of each parameter. `weights` supplies those on the meta device."""
         for index, slot in enumerate(self.slots):
             interval = self.layout.interval(index, self.mesh.shard_rank)
             own = self.main[self.slices[index]]
@@ -114,21 +114,21 @@ class Bucket(BucketSpec):
 
     @property
     def trainable_count(self) -> int:
-        """Number of parameters that require a gradient."""
+        """Return the number of parameters that require a gradient."""
         return self.gradient.unsharded.expected if self.has_gradient else 0
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every parameter that requires a gradient has one. Return False for a frozen bucket."""
+        """Return whether all trainable parameters have a gradient. Return False if the bucket is frozen."""
         return self.has_gradient and self.gradient.unsharded.is_complete
 
     @property
     def shares_main(self) -> bool:
-        """Return whether unsharding is a no-op, because one rank owns all elements in the compute dtype."""
+        """Return whether unsharding is a no-op, because this rank owns all elements in the compute dtype."""
         return self.full is self.main
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
-        """Launch the all-gather of the compute shards into `full`. If `exactly` is set, do not pack them."""
+        """Launch the all-gather of the compute shards into `full`. With `exactly`, send the values unrounded."""
         # Read before the gather, because a later change of `main` makes the gathered values outdated.
         before, self._version = self._version, self.main_version
         is_changed = before != self._version
@@ -140,12 +140,12 @@ class Bucket(BucketSpec):
 
     @property
     def is_outdated(self) -> bool:
-        """Return whether `main` has changed since the last gather."""
+        """Return whether `main` has changed since the last gather, so that the gathered values are outdated."""
         return self._version != self.main_version
 
     @property
     def main_version(self) -> int:
-        """Return the number of in-place changes of `main`."""
+        """Return the version counter of `main`, which counts its in-place changes."""
         return self.main._version
 
     @property
@@ -154,11 +154,11 @@ class Bucket(BucketSpec):
         return [self.main]
 
     def weights(self, index: int) -> torch.Tensor:
-        """Return this rank's stored part of parameter `index`."""
+        """Return the part of parameter `index` that this rank stores."""
         return self.main[self.slices[index]]
 
     def touch(self) -> None:
-        """Record that `main` is about to change, possibly in a way that torch does not count."""
+        """Mark the gathered values as outdated, because `main` may now change in a way that torch does not count."""
         self._version = -1
 
     def wait_unshard(self) -> None:
@@ -172,10 +172,10 @@ class Bucket(BucketSpec):
             self._gathering, self._is_lost = None, False
 
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
-        """Free the memory of `full` after its gather, unless the gather failed: other ranks may still write to it.
+        """Free the memory of `full`, unless its gather failed, because other ranks may still be writing to it.
 
-        `kept_by` are neighbours that each keep a part, so that the next gather involves only them unless `main` changes
-        first. Ranks keep no parts if staying unsharded costs nothing or if the buffer is of another kind.
+        If `kept_by` is given, each of these neighbouring ranks keeps a part of `full`. The next gather then involves
+        only these ranks, unless `main` changes first. Only a `ResizedBuffer` supports this.
         """
         if self._is_lost:
             return
@@ -188,8 +188,8 @@ class Bucket(BucketSpec):
     def write_back(self) -> None:
         """Copy changes in this rank's interval of the unsharded parameters into `main`.
 
-        Only changed elements are copied. If the compute dtype is narrower, the others are more precise in `main` than
-        in `full`.
+        Only changed elements are copied: if the compute dtype is narrower than that of `main`, copying the others would
+        round them.
         """
         if self.shares_main:
             return
@@ -199,10 +199,10 @@ class Bucket(BucketSpec):
             self.main.copy_(torch.where(changed, own.to(self.dtype), self.main))
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """Freeze or unfreeze the original parameter immediately, as the script did with the sharded one.
+        """Freeze or unfreeze an original parameter when the script does so with the sharded parameter.
 
-        Autograd checks the original again when its gradient arrives, and must find the last value that the script has
-        set, even after a forward in which the parameter was frozen.
+        This must happen immediately, because autograd checks the original again when its gradient arrives. It must find
+        the value that the script set last, even if the parameter was frozen in forward.
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)
@@ -213,7 +213,7 @@ class Bucket(BucketSpec):
             self.gradient.unsharded.expected = sum(self._trainable)
 
     def take_requires_grad(self) -> None:
-        """Adopt `requires_grad` changes made on originals, which modules hold in forward and while unsharded."""
+        """Apply `requires_grad` changes that code made on original parameters to the sharded parameters, too."""
         current = list(map(_requires_grad, self.originals.parameters))
         if current == self._trainable:
             return

@@ -1,4 +1,4 @@
-"""The layout of a bucket without its memory: parameters, ranks, dtypes and intervals."""
+"""The layout of a bucket, independent of its memory: parameters, ranks, dtypes and intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.wrap.partition import Slot
 
 
 def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Group slots by bucket, in the order of each bucket's first parameter."""
+    """Group the slots of a unit into buckets. Buckets are in the order of their first parameters."""
     groups: dict[tuple[BucketKey, int | None], list[Slot]] = {}
     for slot in slots:
         alone = id(slot) if _is_alone(slot) else None
@@ -26,12 +26,12 @@ def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[
 
 
 def _is_alone(slot: Slot) -> bool:
-    """Return whether a parameter has a separate bucket, which is split between rows."""
+    """Return whether a parameter needs its own bucket, in which each rank owns complete rows."""
     return slot.by_rows or kind_of(slot.parameter).is_alone
 
 
 def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
-    """Return the key shared by all parameters of one bucket."""
+    """Return the bucket key of a parameter. Parameters with equal keys share a bucket, unless they need their own."""
     parameter, statistics = slot.parameter, slot.statistics_dtype
     kind = kind_of(parameter)
     return BucketKey.of(
@@ -45,13 +45,13 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
 
 
 class BucketSpec:
-    """Parameters that share dtypes and trainability, and the layout that follows from this.
+    """Describes a bucket: its parameters, their dtypes, and the layout that follows from them.
 
     Attributes:
-        plan: the bucket as the planner describes it; not the unit's plan. It stays as it was when the bucket was
-            created, even if the bucket was frozen then.
+        plan: the planner's description of this bucket, made when the bucket is created. It still describes a frozen
+            bucket if the parameters become trainable later.
         kinds: the kind of each parameter.
-        slices: the place of each parameter in this rank's interval.
+        slices: the slice of this rank's interval that holds each parameter.
         tag: the number of the bucket in the model, equal on every rank; set when the model is assembled.
     """
 
@@ -87,11 +87,11 @@ class BucketSpec:
 
     @property
     def full_nbytes(self) -> int:
-        """Number of bytes in the unsharded bucket."""
+        """Return the size of the unsharded bucket in bytes."""
         return self.layout.full_numel * self.compute_dtype.itemsize
 
     def make_buffer(self) -> FullBuffer:
-        """Create the buffer to unshard into. All ranks must create the same buffers in the same order."""
+        """Create the buffer for the unsharded bucket. All ranks must create the same buffers in the same order."""
         return self.mesh.gather.full_buffer(
             self.layout.full_numel,
             self.compute_dtype,
@@ -101,7 +101,7 @@ class BucketSpec:
         )
 
     def shard_spec(self, index: int) -> ShardSpec:
-        """Return which elements of parameter `index` each rank owns. The spec does not have a name yet."""
+        """Return the spec of parameter `index`: which elements each rank owns. The spec does not have a name yet."""
         placement = RaggedShard(self.layout.shard_numel, self.layout.offsets[index])
         shape = torch.Size(self.layout.specs[index].shape)
         return self.kinds[index].spec(self.slots[index], self.mesh, shape, placement, self.reduction)

@@ -1,9 +1,10 @@
-"""One forward of a unit to which autograd may return, and the hooks that track backward through it.
+"""One forward of a unit that may have a backward, and the hooks that track backward through the unit.
 
-    outputs    a hook on each        the gradient of an output exists: backward is about to enter the unit
-    inputs     an identity each      all their gradients exist: backward has left it (without inputs: `HooklessCalls`)
+    outputs   Each output has a hook. It runs when the gradient exists: backward is about to enter the unit.
+    inputs    Each input passes through an identity with a hook. When all have run, backward has left the unit.
 
-An error in a hook surfaces far away, in `loss.backward()`, so the hook adds the name of the unit to it.
+An error in a hook surfaces in `loss.backward()`, so the hook adds the name of the unit to the error. `HooklessCalls`
+tracks calls without inputs that require a gradient.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class Call:
     """One forward of a unit that may have a backward.
 
     Attributes:
-        number: higher for later calls, across all models; backward reaches higher ones first.
-        previous: the unit that ended its forward just before this call, which backward needs next. For a unit that
-            contains others, the last of these.
-        is_active: whether backward has reached the outputs and not yet all inputs.
-        is_done: whether backward has left the call and not returned to it since (`retain_graph`).
-        left_in: torch's number of the last backward that left the call.
-        first_node: torch's number of the first node in its graph; infinite for a call made during backward.
+        number: a counter over the calls of all models. Backward reaches calls with higher numbers first.
+        previous: the unit whose forward ended last before this call ended. Backward needs it next. If the unit contains
+            others, this is the last of them.
+        is_active: whether backward has reached an output but not yet all inputs.
+        is_done: whether backward has left the call. This is reset if backward returns to it (`retain_graph`).
+        left_in: torch's number for the last backward that left the call.
+        first_node: torch's number for the first node in its graph; infinite for a call made during backward.
         has_inputs: whether any input of the call requires a gradient.
-        inputs_left: the number of inputs with a gradient still to come in this backward, while the call is active.
+        inputs_left: the number of inputs whose gradients have yet to arrive in this backward, while the call is active.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Call:
         self._givers: list[Node | None] = []  # nodes that produced the inputs, or their bases if they are views
 
     def reach(self) -> None:
-        """Record that backward has reached the call, and count the inputs that it will also reach."""
+        """Record that backward has reached the call, and count the inputs whose gradients it will compute."""
         inputs = self._below_outputs if self.has_inputs else []
         self.inputs_left = sum(torch_private.will_run(node) is not False for node in inputs)
 
@@ -68,10 +69,10 @@ class Call:
 
     @property
     def is_in_backward(self) -> bool:
-        """Return whether the backward in progress reaches the call. Return True outside backward.
+        """Return whether the current backward reaches the call, or True if no backward is in progress.
 
-        Also return True if this is unknown. A live graph is not enough: a rank that keeps the loss of an evaluation
-        would wait for a backward that never comes.
+        Also return True if this cannot be known. That the graph still exists is not enough: a rank that keeps the loss
+        of an evaluation would wait for a backward that never comes.
         """
         if self.is_active or not self._below_outputs or torch_private.backward_under_way() == -1:
             return True
@@ -79,11 +80,12 @@ class Call:
         return any(torch_private.will_run(node) is not False for node in self._below_outputs)
 
     def watch_inputs(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Insert an identity before every input that requires a gradient, to detect when that gradient is complete.
+        """Insert an identity operation before every input that requires a gradient, to detect when it is complete.
 
-        The unit needs its own tensor, because the gradient of one that other modules also read is complete much later.
-        The identity is a view, so that the unit may still modify its input in place, which a custom autograd function
-        would prevent. Lists and dicts are not copied: the unit may have to modify them, and would modify a copy.
+        The identity's output is used only by this unit. If other modules also read the input, its own gradient is
+        complete much later. The identity is a view, so that the unit may still modify its input in place, which a
+        custom autograd function would prevent. Lists and dicts are not copied: the unit may have to modify them, and
+        would modify a copy.
         """
         done = _passed(unit, self)
 
@@ -102,7 +104,7 @@ class Call:
         return map_tensors(watch, args, into_mutable=False), watched
 
     def watch_outputs(self, unit: Unit, output: Any) -> bool:
-        """Register hooks that report when backward reaches an output. Return False if no output has a graph."""
+        """Register hooks that run when backward reaches an output. Return False if no output requires a gradient."""
         hook = _reached(unit, self)
         givers, self._givers = self._givers, []
         inputs = self._below_outputs if self.has_inputs else []
@@ -132,41 +134,41 @@ class Call:
 
 
 class Calls:
-    """The forwards of one unit to which autograd may return, for as long as their graphs exist."""
+    """The calls of one unit that may still have a backward. A call is removed when its graph is freed."""
 
     def __init__(self) -> None:
         self._references: set[weakref.ref[Call]] = set()
 
     def add(self, call: Call) -> None:
-        """Add a forward."""
+        """Add a call, as a weak reference."""
         self._references.add(weakref.ref(call, self._references.discard))
 
     def clear(self) -> None:
-        """Discard all forwards. Autograd may still return to a live graph, but it is not part of the step any more."""
+        """Discard all calls. Autograd may still return to their graphs, but not as part of the current step."""
         self._references.clear()
 
     def live(self) -> list[Call]:
-        """Return the forwards with graphs that still exist."""
+        """Return the calls whose graphs still exist."""
         # Copy first: a call may be freed at any time, even while a tuple is built, and drop its reference from the set.
         return list(filter(None, map(operator.call, self._references.copy()))) if self._references else []
 
     def pending(self) -> list[Call]:
-        """Return the forwards that the backward in progress is in or has yet to reach."""
+        """Return the calls that the current backward has yet to reach or has not left yet."""
         return [call for call in self.live() if not call.is_done and call.is_in_backward]
 
     @property
     def are_expected(self) -> bool:
-        """Return whether autograd may return to one of the forwards, in the current backward if there is one."""
+        """Return whether autograd may return to one of the calls, in the current backward if one is in progress."""
         backward = torch_private.backward_under_way()
         return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self.live())
 
 
 def _below(outputs: Sequence[Node]) -> list[Node]:
-    """Return the nodes below all of `outputs` in a graph. Nodes that accumulate gradients have higher numbers.
+    """Return the nearest nodes that precede all of `outputs` in the graph, except nodes that accumulate gradients.
 
-    None of these nodes leads to an output, because the hook of an output owns the call. If the call owned a node that
-    does lead to one (such as the node of the logits beside the loss), the graph would never be freed: Python's garbage
-    collector does not traverse it.
+    The call may own these nodes, because none of them leads to an output. The hook of an output owns the call. If the
+    call owned a node that leads to an output (such as the node of the logits beside the loss), the graph would never be
+    freed, because Python's garbage collector does not traverse it.
     """
     first = min(map(torch_private.number_of, outputs))
     found: list[Node] = []
@@ -180,7 +182,7 @@ def _below(outputs: Sequence[Node]) -> list[Node]:
 
 
 def _reached(unit: Unit, call: Call) -> Callable[[Any], None]:
-    """Return the gradient hook for the outputs of a unit. The hook owns the call."""
+    """Return the gradient hook for the outputs of a unit. The hook holds a strong reference to the call."""
 
     def hook(_gradient: Any) -> None:
         try:
@@ -196,7 +198,7 @@ def _reached(unit: Unit, call: Call) -> Callable[[Any], None]:
 def _passed(unit: Unit, call: Call) -> Callable[[Any, Any], None]:
     """Return the hook for the identities before the inputs of a unit.
 
-    It refers to the call weakly, because inputs may outlive the unit's graph and its outputs, which own the call.
+    It refers to the call weakly, because inputs may outlive the outputs of the unit, whose hooks own the call.
     """
     reference = weakref.ref(call)
 
@@ -217,13 +219,13 @@ def _passed(unit: Unit, call: Call) -> Callable[[Any, Any], None]:
 
 
 def locate(error: BaseException, unit: Unit, phase: str) -> None:
-    """Add the rank, unit and phase to an error that does not name them."""
+    """Add a note with the rank, unit and phase to an error, unless the error is fullshard's own and names them."""
     if not isinstance(error, FullshardError):
         error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that compilers do not trace it, as a hook requires."""
+    """Wrap a hook function so that compilers do not trace it."""
 
     def hook(*args: Any) -> Any:
         return function(*args)

@@ -1,4 +1,4 @@
-"""The message that ends every backward: facts that a rank needs from the others before it publishes gradients.
+"""The message that all ranks exchange at the end of every backward, before gradients are published.
 
     bytes                                                                          reduced to
     per note of an extension: its bytes, and each subtracted from 255              the largest and the smallest
@@ -6,7 +6,7 @@
                 collected more than it reduced                                     whether any rank did
                 used, for each parameter                                           which of them any rank used
 
-A single all-reduce on the host carries the complete message.
+A single all-reduce on the host (maximum) combines the messages of all ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _COMPLEMENT = bytes(range(255, -1, -1))
 
 
 class BucketEnd(NamedTuple):
-    """The part of a message that describes one bucket. After the exchange, a flag is set if it is set on any rank.
+    """The part of the message about one bucket. After the exchange, a flag is set if any rank has set it.
 
-    `has_more` means that gradients arrived after the reduction or without one. `used` flags the parameters that got a
-    gradient.
+    `has_more` means that gradients arrived after the reduction of the bucket, or that it was not reduced. `used` has a
+    flag for each parameter, which is set if the parameter got a gradient.
     """
 
     is_reduced: bool
@@ -36,7 +36,7 @@ class BucketEnd(NamedTuple):
 
 
 class EndOfBackward:
-    """The message of one rank or, after `exchange`, of all. Each rank has the same number of notes and buckets."""
+    """Holds the message of one rank or, after `exchange`, of all ranks. Every rank's message has the same size."""
 
     def __init__(self, notes: Sequence[bytes], buckets: Sequence[BucketEnd]) -> None:
         self._note_sizes, self._sizes = [len(note) for note in notes], [len(bucket.used) for bucket in buckets]
@@ -46,13 +46,13 @@ class EndOfBackward:
             self._bytes += bytes(bucket[:3]) + bucket.used
 
     def exchange(self, group: dist.ProcessGroup) -> None:
-        """Replace this rank's message by the maximum over all ranks of `group`. All of them must call this."""
+        """Replace the message by the byte-wise maximum over all ranks of `group`. All of them must call this."""
         message = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
         with torch_private.uncounted():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
 
     def notes(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the byte-wise largest and smallest values over all ranks for each note."""
+        """Yield the byte-wise largest and smallest value of each note over all ranks."""
         position = 0
         for size in self._note_sizes:
             middle, end = position + size, position + 2 * size

@@ -1,9 +1,9 @@
-"""The engine's extension points: features outside the kernel are `Extension`s, called at fixed moments of a step.
+"""The engine's extension points, through which features outside the kernel run at fixed moments of a step.
 
-Each sharded model has one instance of each registered class. The kernel calls their methods in the order of
-registration, and only those that a class overrides: a moment without listeners costs one look at an empty tuple.
-`fullshard.features` registers the extensions of the package. Any other class can be registered before a model is
-sharded.
+A feature is a subclass of `Extension`. Each sharded model has one instance of each registered class. The kernel calls
+the methods that a class overrides, in the order of registration. A moment that no class handles costs only a look at an
+empty tuple. `fullshard.features` registers the extensions of the package. Other classes can be registered before a
+model is sharded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ExtensionT = TypeVar("ExtensionT", bound="Extension")
 
 
 class Extension:
-    """Base class for a feature outside the kernel. Its methods follow the order of a step and do nothing by default.
+    """Base class for a feature outside the kernel. Its methods are in the order of a step and do nothing by default.
 
     Args:
         model: the schedule of the sharded model, with its units, mesh and steps.
@@ -48,7 +48,7 @@ class Extension:
 
     @classmethod
     def of(cls: type[ExtensionT], model: Schedule) -> ExtensionT:
-        """Return the extension of this class that belongs to a model.
+        """Return the instance of this class that belongs to a model.
 
         Raises:
             LookupError: The class was not registered before the model was sharded.
@@ -58,23 +58,23 @@ class Extension:
     # -- a model ------------------------------------------------------------------------------------------------
 
     def assembled(self) -> None:
-        """Run when the units of the model are known, and again when a model that contains it is sharded."""
+        """Run when the units of the model are known. Run again if a model that contains it is sharded."""
 
     def postpones(self, unit: Unit) -> bool:
-        """Return whether a new unit gets its buckets later.
+        """Return whether a new unit is to get its buckets later, instead of now.
 
-        If so, set its `stand_ins` now and call its `allocate` later.
+        An extension that returns True must set the unit's `stand_ins` now and call its `allocate` later.
         """
         return False
 
     def materialized(self) -> None:
-        """Run when every unit has its buckets: after `assembled`, or when the last unit gets them."""
+        """Run once all units have their buckets, which may be some time after `assembled`."""
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over the state of `earlier`, the same extension of a model that is now part of this one."""
+        """Take over the state of `earlier`, the instance of this class for a model that this model now contains."""
 
     def before_first_use(self, *, in_forward: bool) -> None:
-        """Run before the first gather of the model, in its first forward or earlier."""
+        """Run before the parameters of the model are first gathered, in its first forward or earlier."""
 
     def loaded(self, unit: Unit) -> None:
         """Run when `load_state_dict` is about to load the parameters of a unit."""
@@ -88,75 +88,75 @@ class Extension:
         """Run at the first forward after an optimizer step."""
 
     def forward_begins(self) -> None:
-        """Run at the start of a forward of the model, before `call_begins` of its outermost unit."""
+        """Run at the start of a forward of the model, before `call_begins` runs for its outermost unit."""
 
     def call_begins(self, unit: Unit) -> None:
-        """Run before a unit is unsharded for its forward, but not for a recomputation."""
+        """Run before a unit is unsharded for its forward. Recomputed forwards do not count."""
 
     def before_gather(self, unit: UnitParameters) -> None:
-        """Run before a unit's all-gathers are launched, in forward, backward or elsewhere."""
+        """Run before the all-gathers of a unit are launched, whether in forward, in backward or elsewhere."""
 
     def unsharded(self, unit: UnitParameters) -> None:
-        """Run when the modules of a unit hold its unsharded parameters."""
+        """Run after the modules of a unit have received its unsharded parameters."""
 
     def unit_ran(self, unit: Unit) -> None:
         """Run after a module of a unit has run or recomputed its forward, before the unit is resharded."""
 
     def call_ends(self, unit: Unit, call: Call) -> None:
-        """Run after a forward of a unit that may have a backward."""
+        """Run after a forward of a unit if the forward may have a backward."""
 
     def resharded(self, unit: UnitParameters) -> None:
         """Run after the unsharded parameters of a unit have been freed."""
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Run at the end of a forward of the model. `failed` is set if it raised an error or was interrupted."""
+        """Run at the end of a forward of the model. `failed` is set if an error or an interrupt ended it."""
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
         """Run when backward reaches the model. Raise an error to prevent the backward.
 
-        To get `bucket_is_final` calls in this backward, set `publishes_early` of the model's reducer on all ranks.
+        To make the reducer call `bucket_is_final` in this backward, set its `publishes_early` on all ranks.
         """
 
     def call_backward_begins(self, unit: Unit, call: Call) -> None:
-        """Run when backward enters one forward of a unit. The parameters of the unit are unsharded."""
+        """Run when backward enters one call of a unit, after the parameters of the unit have been unsharded."""
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
-        """Inspect part of a reduced gradient while it is in the cache (`comm.base.Watch`)."""
+        """Inspect part of a gradient just after its reduction, while it is in the cache (see `comm.base.Watch`)."""
 
     def doubts_gradients(self) -> bool:
-        """Return whether this rank found a fault, so that no gradient may be used until backward has ended."""
+        """Return whether this rank found a fault that forbids using gradients before backward has ended."""
         return False
 
     def bucket_is_final(self, bucket: Bucket) -> None:
-        """Run when the gradients of a bucket are published early.
+        """Run when the gradients of a bucket are published before the end of backward.
 
-        This happens if `backward_begins` has requested it and no extension doubts the gradients.
+        This happens only if `backward_begins` has requested it and no extension doubts the gradients.
         """
 
     def message(self) -> bytes:
-        """Return bytes for the message that ends a backward, equally many on every rank. Also override `heard`."""
+        """Return bytes to send at the end of backward, the same number on every rank. Also override `heard`."""
         return b""
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Read the messages of all ranks before gradients are published, except those published early.
+        """Read the combined messages of all ranks. Only gradients published early are published before this.
 
         Raise an error on all ranks or on none.
 
         Args:
             largest: the byte-wise maximum over all ranks.
-            smallest: the byte-wise minimum.
+            smallest: the byte-wise minimum over all ranks.
         """
 
     def backward_fails(self) -> None:
-        """Run when autograd drops a backward before its end because part of it raised an error."""
+        """Run when autograd discards a backward before its end, because an error was raised in it."""
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
         """Run after a backward, when its gradients have been published.
 
         Args:
-            used: for each reduced bucket, a flag per parameter that says whether any rank used it.
+            used: for each reduced bucket, a flag per parameter, which is set if any rank used the parameter.
         """
 
     # -- optimizer ----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Extension:
         """Run before an optimizer first uses the parameters of the model. Raise an error to reject it."""
 
     def before_clipping(self) -> None:
-        """Run before the norm of the gradients is computed."""
+        """Run before the gradient norm is computed for clipping."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Run before an optimizer updates these buckets. Their gradients are final."""
@@ -184,10 +184,10 @@ _BEGINNING = threading.Lock()
 
 
 def register(*kinds: type[Extension]) -> None:
-    """Add these extensions to models that are sharded from now on, after the classes registered earlier.
+    """Register extension classes for models that are sharded from now on, after the classes registered earlier.
 
     Raises:
-        TypeError: A class overrides only one of `message` and `heard`, so another class would read its message.
+        TypeError: A class overrides `message` but not `heard`, or the reverse. Messages would reach the wrong class.
     """
     for kind in kinds:
         if (kind.message is Extension.message) != (kind.heard is Extension.heard):
@@ -196,12 +196,12 @@ def register(*kinds: type[Extension]) -> None:
 
 
 def at_first_sharding(begin: Callable[[], object]) -> None:
-    """Call `begin` when this process shards something for the first time."""
+    """Register `begin`, to be called before this process shards a module for the first time."""
     _beginnings.append(begin)
 
 
 def begin_sharding() -> None:
-    """Call the functions registered with `at_first_sharding`."""
+    """Call the functions registered with `at_first_sharding`, unless they have been called already."""
     with _BEGINNING:
         if not _has_begun:
             for begin in _beginnings:
@@ -210,12 +210,12 @@ def begin_sharding() -> None:
 
 
 def anything_was_sharded() -> bool:
-    """Return whether this process has sharded anything. If it has not, the launcher warns at the end."""
+    """Return whether this process has sharded any module. The launcher warns at the end if it has not."""
     return bool(_has_begun)
 
 
 class Extensions:
-    """The extensions of one model. Each moment is an attribute with the methods to call, in order."""
+    """The extensions of one model. It has an attribute for each moment: the methods to call, in order."""
 
     def __init__(self, model: Schedule) -> None:
         self._all = [kind(model) for kind in _registered]
@@ -247,14 +247,14 @@ class Extensions:
         return watch
 
     def find(self, kind: type[ExtensionT]) -> ExtensionT:
-        """Return the extension of this class. Raise `LookupError` if there is none."""
+        """Return the model's instance of class `kind`. Raise `LookupError` if there is none."""
         for one in self._all:
             if type(one) is kind:
                 return one
         raise LookupError(f"{kind.__name__} was not registered before the model was sharded")
 
     def absorb(self, earlier: Extensions) -> None:
-        """Take over the settings and state of the extensions of a part, which are not called any more."""
+        """Take over the settings and state of `earlier`, the extensions of a model that this one now contains."""
         _alive.discard(earlier)
         for old in earlier._all:
             new = next((one for one in self._all if type(one) is type(old)), None)
@@ -264,7 +264,7 @@ class Extensions:
 
 
 def take_settings(new: object, old: object, defaults: Mapping[str, Any]) -> None:
-    """Copy the attributes of `old` that differ from their defaults to `new`."""
+    """Copy those attributes of `old` to `new` that differ from their defaults."""
     for name, default in defaults.items():
         if (value := getattr(old, name)) != default:
             setattr(new, name, value)
@@ -274,7 +274,7 @@ _alive: weakref.WeakSet[Extensions] = weakref.WeakSet()
 
 
 def tell_before_clipping(meshes: Collection[Mesh]) -> None:
-    """Notify the extensions attached to models on these meshes before the gradient norm is computed."""
+    """Notify the extensions of all models on these meshes that the gradient norm is about to be computed."""
     for extensions in list(_alive):
         model = extensions._model()
         if model is not None and model.mesh in meshes:

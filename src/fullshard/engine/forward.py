@@ -1,4 +1,4 @@
-"""The forwards of one model: which units have run, in which order, and which one to gather ahead."""
+"""The forward passes of one model: which units have run, in which order, and which one to prefetch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """The forward in progress, and the order of units in the last complete one.
+    """The forward pass in progress, and the order of units in the last complete one.
 
     Attributes:
-        order: the units in the order of the last complete forward; empty before the first. A rank with a different
-            order would gather ahead units that no other rank gathers, and hang. Therefore an extension compares the
-            first order across ranks.
+        order: the units in the order of the last complete forward; empty before the first. If the orders of two ranks
+            differed, one would prefetch a unit that the other does not gather, and hang. Therefore an extension
+            compares the first order across ranks.
         ran: the units that the current forward, or the last one, has run so far.
     """
 
@@ -34,11 +34,11 @@ class Forward:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a forward is in progress."""
+        """Return whether a forward pass is in progress."""
         return self._depth > 0
 
     def begin(self, unit: Unit) -> bool:
-        """Begin the forward of a unit, unless it is a recomputation. Return whether the unit is the outermost."""
+        """Begin the forward of a unit (not a recomputation). Return whether the unit is the outermost one."""
         schedule = self._schedule
         if self._depth and unit is schedule.units[-1]:  # the outermost again
             self.abandon()
@@ -55,7 +55,7 @@ class Forward:
         return self._depth == 1
 
     def prefetch(self, unit: Unit) -> None:
-        """Start to unshard the units that follow `unit`, after the parameters of `unit` have been gathered."""
+        """Prefetch the units that come after `unit` in forward, once the parameters of `unit` have been gathered."""
         if unit.prefetched_in_forward is not None:
             for other in unit.prefetched_in_forward:
                 other.issue_unshard()
@@ -65,13 +65,13 @@ class Forward:
                 ahead.issue_unshard()
 
     def end_call(self, unit: Unit, call: Call) -> None:
-        """End the forward of a unit, and record the unit that ran before it, which backward needs next."""
+        """End the forward of a unit, and record in `call` the unit that ran before it, which backward needs next."""
         call.previous, self._last_ended = self._last_ended, unit
         for tell in self._schedule.extensions.call_ends:
             tell(unit, call)
 
     def leave(self, *, failed: bool) -> bool:
-        """Leave the forward of a unit before its memory is freed. Return whether the unit is the outermost."""
+        """Leave the forward of a unit before its memory is freed. Return whether the unit is the outermost one."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
@@ -80,7 +80,7 @@ class Forward:
         return True
 
     def end(self, *, failed: bool) -> None:
-        """End the forward of a unit, whether it returned or raised.
+        """End the forward of a unit after it has returned or raised an error.
 
         A failed forward does not communicate: other ranks may be elsewhere, and waiting for them would hide the error.
         """
@@ -100,7 +100,7 @@ class Forward:
             schedule.settle()  # after a forward without backward, the user may change main weights immediately
 
     def abandon(self) -> None:
-        """Abandon a forward that ended in a keyboard interrupt, after which torch calls no hooks."""
+        """Abandon a forward that a keyboard interrupt has ended, after which torch does not call hooks."""
         if not self._depth:
             return
         self._depth = 0
@@ -114,5 +114,5 @@ class Forward:
         self._depth = 0
 
     def forget_last_call(self) -> None:
-        """Discard the record of the last call, because its backward has ended."""
+        """Forget which unit ran last, because its backward has ended."""
         self._last_ended = None
