@@ -1,8 +1,8 @@
-"""Load a checkpoint at any world size: every rank reads and verifies the bytes that it will own.
+"""Load a checkpoint at any world size. Every rank reads and verifies only the bytes that it will own.
 
 A load that fails its checks changes nothing. First the manifest is compared with the model. Then every byte of the
-files is read and verified, each file by one rank. Only then are values changed. The files are read a second time for
-that, usually from the page cache, and verified again.
+files is read and verified, each file by one rank. Only then are values changed. To do so, the files are read and
+verified a second time, usually from the page cache.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor on this rank that a load fills. Its dtype is that of the record.
+    """A tensor on this rank that a load fills with stored elements. Its dtype is that of the record.
 
-    It holds the elements `interval` of the flattened full tensor, counted in the order of `chunking`.
+    The elements are those in `interval` of the flattened full tensor, counted in the order of `chunking`.
     """
 
     kind: str
@@ -139,10 +139,11 @@ def load_proved(
     weights: Weights = "all",
     rng: bool = True,
 ) -> dict[str, Any]:
-    """Load from files that `prove` first verifies and, if necessary, fetches. All ranks must call this.
+    """Load a checkpoint from files that `prove` verifies first. All ranks must call this.
 
     `data` is the manifest. All ranks call `prove` with the manifest, the kinds of files to read, and the names of the
-    files that this rank reads. If it fails, nothing has changed.
+    files that this rank reads. `prove` also fetches files that are elsewhere. If it raises an error, nothing has
+    changed.
     """
     load = ranks.together(f"matching {directory} with the model", lambda: _Load(directory, data, ranks, parts, weights))
     prove(load.manifest, ["state", *dict.fromkeys(target.kind for target in load.targets)], load.files())
@@ -158,7 +159,10 @@ def load_proved(
 
 
 def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
-    """Read and verify every byte of the files of the given kinds. One rank reads each file, and all must call this."""
+    """Read and verify every byte of the files of the given kinds. All ranks must call this.
+
+    The ranks divide the files among themselves, so that each file is read once.
+    """
 
     def prove() -> None:
         if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):
@@ -168,7 +172,7 @@ def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Se
 
 
 def prove_checkpoint(path: str | Location) -> None:
-    """Read and verify every byte of a checkpoint, dividing the files among the ranks. All ranks must call this.
+    """Read and verify every byte of a checkpoint. All ranks must call this, and divide the files among themselves.
 
     `verify_checkpoint` runs in one process and reports more details.
 
@@ -181,7 +185,7 @@ def prove_checkpoint(path: str | Location) -> None:
 
 
 class _Load:
-    """One rank's part of a load. The constructor finds all mismatches and changes nothing."""
+    """One rank's part of a load. The constructor finds all differences from the saved state and changes nothing."""
 
     def __init__(self, directory: Location, data: bytes, ranks: Ranks, parts: LoadArguments, weights: Weights) -> None:
         self.directory, self.ranks = directory, ranks
@@ -235,7 +239,7 @@ class _Load:
             self._allocate_state(optimizer)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Fill every target. Return the stored tensors that do not belong to the model or the optimizer."""
+        """Fill all targets. Return the stored tensors that do not belong to the model or the optimizer."""
         with Readers(self.directory, self.manifest) as readers:
             # in file order, so that each file is read from front to back
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
@@ -259,9 +263,9 @@ class _Load:
         return names
 
     def restore(self, stored: Mapping[str, torch.Tensor], *, rng: bool) -> dict[str, Any]:
-        """Restore the state of all objects and return `extra`.
+        """Restore the state of all objects from the tensors that `read` returned, and return `extra`.
 
-        The state of the optimizer is created directly, without a call of `step()`.
+        The optimizer's state is created directly, without a call of `step()`.
         """
         if self.optimizer is not None:  # the constructor raised an error if it was not saved
             for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
@@ -320,7 +324,7 @@ class _Load:
         return sorted(problems)
 
     def _allocate_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate empty optimizer state as described in the manifest, and add the targets that fill it."""
+        """Allocate optimizer state as the manifest describes it, and add a target for each tensor to fill."""
         assert self.manifest.optimizer is not None  # noqa: S101 -- _match_groups refused it
         groups = group_parameters(optimizer, self.parameters)
         averaged = self.manifest.states.get(AVERAGES) or ()
@@ -360,9 +364,9 @@ class _Load:
         *,
         on_device: bool,
     ) -> Any:
-        """Return an entry of optimizer state: a Python value, or an empty tensor to fill.
+        """Return one value of optimizer state: a Python value, or a tensor that the load will fill.
 
-        The existing tensor `there` is reused if it fits, because allocating new memory takes time.
+        The existing tensor `there` is reused if it fits, because it takes time to allocate new memory.
         """
         if isinstance(record, StateValueRecord):
             return decode_value(record.value, {})
@@ -382,7 +386,7 @@ class _Load:
 
 
 def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a value is a tensor of `dtype` with the same device, shape and strides as `like`."""
+    """Return whether a value is a tensor of `dtype` that has the same device, shape and strides as `like`."""
     place = like.device, like.shape, like.stride()
     return (
         isinstance(value, torch.Tensor)
@@ -393,7 +397,7 @@ def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _fill(target: _Target, readers: Readers) -> None:
-    """Fill one target with elements from the files that hold them."""
+    """Fill one target with elements from the files."""
     if isinstance(target.tensor, CodedTensor):
         readers.fill_coded(target.tensor, target.name, target.record, target.interval, target.chunking)
         return
@@ -411,9 +415,10 @@ def _fill(target: _Target, readers: Readers) -> None:
 
 
 def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Sequence[GroupRecord]:
-    """Return the saved groups in the optimizer's order if both have the same groups; otherwise return them unchanged.
+    """Return the saved parameter groups in the order in which the optimizer has these groups.
 
-    Formats that flatten the state do not keep the order of the groups.
+    Formats that flatten the state do not keep the order of the groups. If the saved groups are not the same as those of
+    the optimizer, return them unchanged.
     """
     found = [next((record for record in saved if set(record.parameters) == mine), None) for mine in names]
     ordered = [record for record in found if record is not None]
@@ -424,7 +429,7 @@ def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Seq
 def _match(
     what: str, known: Sequence[LocalTensor], saved: Mapping[str, TensorRecord], problems: list[str]
 ) -> list[_Target]:
-    """Return the targets for the model's parameters or buffers, and append all differences to `problems`."""
+    """Return a target for each of the model's parameters or buffers. Append all differences to `problems`."""
     by_name = {n: (name, record) for name, record in saved.items() for n in (name, *record.aliases)}
     targets, used = [], set()
     for local in known:
@@ -455,7 +460,7 @@ def _match(
 
 
 def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
-    """Return whether the blocks of a coded weight have the same boundaries on this rank as in the saved pieces."""
+    """Return whether the pieces of a weight that this rank reads begin and end between blocks of its codes."""
     assert local.form is not None  # noqa: S101 -- the caller asked
     both = record.chunking, local.chunking
     if both[0] != both[1] and not all(chunking.is_row_by_row for chunking in both):
@@ -465,7 +470,7 @@ def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
 
 
 def _opened(directory: Location, ranks: Ranks) -> bytes:
-    """Return the manifest after a quick check of all files. All ranks must call this.
+    """Check the manifest and the sizes of all files, and return the bytes of the manifest. All ranks must call this.
 
     Only rank 0 reads, to reduce the load on the file system.
     """
@@ -486,7 +491,7 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
 def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
     """Return whether this rank needs the optimizer state under `key`.
 
-    It needs all state except that of matrices that other ranks own.
+    A rank needs all state except that of matrices that other ranks own.
     """
     if not (isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)):
         return True

@@ -1,8 +1,8 @@
 """Merge adapters into their base model while it is sharded, one layer at a time.
 
-PEFT's own code merges each layer, on a copy of that layer with unsharded parameters. So the result is bit-identical to
-PEFT's, and no rank ever holds more than one unsharded layer. The caller supplies the unsharded parameters, from the
-shards of a running job (here) or from files (`offline.merged`).
+PEFT's own code merges each layer, on a copy of that layer with unsharded parameters. The result is therefore
+bit-identical to PEFT's, and no rank ever holds more than one unsharded layer. The caller supplies the unsharded
+parameters, from the shards of a running job (here) or from files (`offline.merged`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MergedModel:
-    """Describes the model that `PeftModel.merge_and_unload` would create from a model at rest, without creating it.
+    """A description of the model that `PeftModel.merge_and_unload` would create, which does not create that model.
 
-    `base` is the model without adapters, with the class and configuration of the result. `sources` lists the tensors of
-    the result, in its order and with its names. A source contains the model's own tensor if the adapters do not change
-    it, and a stand-in on the meta device otherwise.
+    The units of the given model must be resharded. `base` is the model without adapters, with the class and
+    configuration of the result. `sources` lists the tensors of the result, in its order and with its names. If the
+    adapters do not change a tensor, its source contains the model's own tensor; otherwise, it contains a tensor on the
+    meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +47,7 @@ class MergedModel:
         self.sources = self._find_sources()
 
     def parts(self, source: LocalTensor) -> list[torch.Tensor]:
-        """Return the model's own tensors from which a tensor of the result is computed."""
+        """Return the model's own tensors from which the given tensor of the result is computed."""
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return [source.tensor]
@@ -54,11 +55,11 @@ class MergedModel:
         return list(found.values())
 
     def local(self, tensor: torch.Tensor) -> LocalTensor:
-        """Return the `LocalTensor` of one of the model's own tensors."""
+        """Return the `LocalTensor` for one of the model's own tensors."""
         return self._local[id(tensor)]
 
     def merge(self, source: LocalTensor, whole: Whole) -> torch.Tensor:
-        """Return a tensor of the result. `whole` returns the unsharded values of the tensors that the merge needs."""
+        """Return a tensor of the result. `whole` returns the full tensor for one of the model's own tensors."""
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return whole(source.tensor)
@@ -77,14 +78,14 @@ class MergedModel:
 
     @property
     def ties_embeddings(self) -> bool:
-        """Return whether an embedding appears under two names in the result."""
+        """Return whether an embedding appears under two names in the result, because it is tied to the head."""
         getters = (getattr(self.base, f"get_{which}_embeddings", None) for which in ("input", "output"))
         tables = [get() for get in getters if get is not None]
         names = [name for name, module, _ in _walk(self.base) if any(module is table for table in tables)]
         return any(sum(name.startswith(f"{path}.") for path in names for name in s.names) > 1 for s in self.sources)
 
     def _find_sources(self) -> list[LocalTensor]:
-        """Merge on the meta device, to find the names and shapes of the result and which of its tensors are tied."""
+        """Merge on the meta device to find names and shapes of the result, and which of its tensors are tied."""
         stand_ins: dict[int, torch.Tensor] = {}
         named: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for path, module, is_adapted_here in _walk(self.base):
@@ -112,7 +113,7 @@ class MergedModel:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise `CheckpointError` if the adapters do not change weights or the base model is quantised."""
+    """Raise `CheckpointError` if the adapters do not change weights, or if the base model is quantised."""
     check = getattr(model.base_model, "_check_merge_allowed", None)
     if check is None:
         raise CheckpointError(
@@ -138,7 +139,7 @@ def _is_quantised(parameter: torch.Tensor) -> bool:
 
 
 def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the modules with their names in the merged model, and whether adapters are active in them."""
+    """Yield (name in the merged model, module, whether adapters are active in it) for each module."""
     wraps = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
     yield path, module, wraps
     if not wraps:
@@ -148,7 +149,7 @@ def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, b
 
 
 def _unload(layer: Any) -> nn.Module:
-    """Return the plain module that PEFT creates from one of its layers."""
+    """Merge the adapters of one PEFT layer, and return the plain module that PEFT creates for it."""
     options = {"safe_merge": False, "adapter_names": None}
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(merge=True, **options)  # type: ignore[no-any-return]
@@ -163,9 +164,10 @@ def copy_module(
     *,
     deep: bool = True,
 ) -> nn.Module:
-    """Return a copy of `module` without its hooks and with its tensors replaced.
+    """Return a copy of `module` with other tensors and without its hooks.
 
-    `replace` returns the new tensor for each old one. Tied tensors stay tied.
+    `replace` returns the new tensor for each old one. Tied tensors stay tied. New tensors are also added to `made`,
+    keyed by the ids of the old ones.
     """
 
     def tensor(old: torch.Tensor | None) -> torch.Tensor | None:
@@ -192,7 +194,7 @@ def copy_module(
 
 
 def _named_tensors(module: nn.Module, path: str, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers with their names."""
+    """Yield (name, tensor) for each parameter and persistent buffer."""
     for inner_path, inner in module.named_modules() if recurse else [("", module)]:
         for name, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
             if tensor is not None and name not in torch_private.non_persistent_buffers(inner):

@@ -1,8 +1,8 @@
 """Paths in an object store (S3, GCS, Azure, the Hugging Face hub, memory).
 
 They are pure paths with the methods of `Path` that this package uses, implemented with fsspec. If a store does not
-answer or denies access, a `StoreError` is raised; this is never treated as a missing file. Otherwise data that only
-looks missing would be overwritten, and a run that finds no checkpoint would start from scratch.
+answer or denies access, these methods raise a `StoreError`. They never treat this as a missing file, because then
+existing data could be overwritten, and a run that finds no checkpoint would start from scratch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 class ObjectPath(PurePosixPath):
     """A path in an object store.
 
-    A prefix counts as a directory as long as the store holds an object with that prefix.
+    A path is a directory as long as the store contains an object whose name starts with that path.
     """
 
     __slots__ = ()
@@ -39,24 +39,24 @@ class ObjectPath(PurePosixPath):
 
     @property
     def parent(self) -> ObjectPath:
-        """Return the parent directory. The parent of a bucket is the bucket."""
+        """Return the parent directory. The parent of a bucket is the bucket itself."""
         return super().parent if len(self.parts) > 2 else self
 
     def absolute(self) -> ObjectPath:
-        """Return the path itself, because an object store has no symbolic links."""
+        """Return the path unchanged, because an object store has only absolute paths."""
         return self
 
     resolve = absolute
 
     def size(self) -> int:
-        """Return the size of an object in bytes. Raises `FileNotFoundError` if it does not exist."""
+        """Return the size of an object in bytes. Raise `FileNotFoundError` if it does not exist."""
         info = self._info()
         if info.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "the object does not exist", str(self))
         return int(info["size"] or 0)
 
     def exists(self) -> bool:
-        """Return whether this path is an object or a prefix of objects."""
+        """Return whether this path is an object or a directory of objects."""
         return bool(self._info())
 
     def is_file(self) -> bool:
@@ -64,7 +64,7 @@ class ObjectPath(PurePosixPath):
         return self._info().get("type") == "file"
 
     def is_dir(self) -> bool:
-        """Return whether this path is a prefix of objects."""
+        """Return whether this path is a directory of objects."""
         return self._info().get("type") == "directory"
 
     def iterdir(self) -> Iterator[ObjectPath]:
@@ -80,7 +80,7 @@ class ObjectPath(PurePosixPath):
         return (path for path in self.iterdir() if path.match(pattern))
 
     def beneath(self) -> dict[str, int]:
-        """Return the sizes of all objects with this prefix, at any depth, keyed by their relative paths."""
+        """Return the sizes of all objects in this directory, at any depth, keyed by their relative paths."""
         found: Any = {}
         with contextlib.suppress(*_MISSING):
             found = self._ask("listed", "find", detail=True)
@@ -89,17 +89,17 @@ class ObjectPath(PurePosixPath):
         return {"/".join(key.strip("/").split("/")[depth:]): int(info["size"] or 0) for key, info in entries.items()}
 
     def read_bytes(self) -> bytes:
-        """Return the contents of an object. Raises `FileNotFoundError` if it does not exist."""
+        """Return the contents of an object. Raise `FileNotFoundError` if it does not exist."""
         return bytes(self._ask("read", "cat_file"))
 
     def write_bytes(self, data: bytes) -> None:
-        """Create or replace an object. A concurrent reader finds either the old one or the new one."""
+        """Create or replace an object. A process that reads it meanwhile gets either the old or the new contents."""
         self._ask("written", "pipe_file", data)
 
     def create(self, data: bytes) -> bool:
-        """Create an object unless it exists, and return whether it was created.
+        """Create an object unless it already exists, and return whether it was created.
 
-        If several processes try at the same time, only one succeeds, provided that the store supports this.
+        If several processes try this at the same time, only one succeeds, provided that the store supports this.
         """
         with asked(self, "written"):
             try:
@@ -114,9 +114,9 @@ class ObjectPath(PurePosixPath):
         return True
 
     def open(self, mode: str, **options: Any) -> Any:
-        """Open an object as an fsspec file, which reads and sends in blocks.
+        """Open an object as an fsspec file, which is read or sent in blocks.
 
-        A written object exists once the file is closed and committed.
+        A new object exists only after the file has been closed and committed.
         """
         return self._ask("written" if mode == "wb" else "read", "open", mode, **options)
 
@@ -126,7 +126,7 @@ class ObjectPath(PurePosixPath):
             self._ask("removed", "rm_file")
 
     def remove_beneath(self, names: Sequence[str]) -> None:
-        """Remove objects that `beneath` returned."""
+        """Remove objects in this directory. `names` are relative paths, as returned by `beneath`."""
         if names:
             with asked(self, "removed"), contextlib.suppress(*_MISSING):
                 self._files().rm([str(self / name) for name in names])
@@ -142,9 +142,9 @@ class ObjectPath(PurePosixPath):
         return str(self._files()._strip_protocol(str(self))).strip("/")
 
     def _is_it(self, key: str) -> bool:
-        """Return whether a listed entry refers to this path itself.
+        """Return whether an entry in a list of objects is this path itself.
 
-        Stores list such an entry if a tool created an empty object for the directory.
+        Such an entry exists if a tool has created an empty object for the directory.
         """
         return key.strip("/") == self._key()
 
@@ -161,7 +161,7 @@ Location = Path | ObjectPath
 
 
 def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
-    """Return the contents of a small file or object, of at most `limit_nbytes` bytes."""
+    """Return the contents of a small file or object. Raise `OSError` if it has more than `limit_nbytes` bytes."""
     if not isinstance(path, ObjectPath):
         return read_bytes(path, limit_nbytes=limit_nbytes)
     if (nbytes := path.size()) > limit_nbytes:
@@ -171,7 +171,7 @@ def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
 
 @contextlib.contextmanager
 def asked(path: ObjectPath, what: str) -> Iterator[None]:
-    """Convert the errors of a store's client to `StoreError`, except errors for missing or existing objects."""
+    """Convert errors of the store's client to `StoreError`, except errors for missing or already existing objects."""
     try:
         yield
     except (*_MISSING, FileExistsError, FullshardError):
@@ -226,17 +226,18 @@ def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a forked pro
 def at_exit(function: Callable[[], None]) -> None:
     """Register a function to be called once when the process ends, while stores can still be accessed.
 
-    Several functions are called in reverse order. When Python ends, it first shuts down executors, which clients use to
-    look up host names. Only then does it wait for threads and call the functions registered with `atexit`. So the
-    function is registered together with the executors, to be called before they are shut down.
+    Several functions are called in reverse order. When Python ends, it first shuts down executors, which clients need
+    to look up host names. Only then does it wait for threads and call the functions registered with `atexit`. This
+    function therefore registers callbacks where executors register theirs, so that they are called before executors
+    shut down.
     """
     threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of the named files, omitting those that do not exist directly in the directory.
+    """Return the sizes of those of the named files that exist directly in the directory.
 
-    An object store is queried only once.
+    An object store is queried only once for all of them.
     """
     if isinstance(directory, ObjectPath):
         there = directory.beneath()
@@ -250,5 +251,5 @@ def entries_of(directory: Location) -> list[Location]:
 
 
 def on_this_host(path: Location) -> Path:
-    """Convert a location to a local path. Raises `ConfigError` if it is in an object store."""
+    """Convert a location to a local path. Raise `ConfigError` if it is in an object store."""
     return local_path(str(path)) if isinstance(path, ObjectPath) else path

@@ -1,4 +1,4 @@
-"""Read any kind of checkpoint, and write native and other formats, without a process group or a model."""
+"""Read any kind of checkpoint, and write the native and other formats, without a process group or a model."""
 
 from fullshard.checkpoint.offline.compare import Difference, compare
 from fullshard.checkpoint.offline.dcp import write_dcp

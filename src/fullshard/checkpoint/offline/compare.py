@@ -12,9 +12,9 @@ from fullshard.checkpoint.offline.source import Kind, Source, chunks
 
 
 class Difference(NamedTuple):
-    """A difference in one tensor.
+    """A difference between two checkpoints in one tensor.
 
-    `max_abs` is the largest difference between values, or infinity if only one of the two is NaN.
+    `max_abs` is the largest absolute difference between values. It is infinity if a value is NaN in only one of them.
     """
 
     kind: Kind
@@ -24,7 +24,7 @@ class Difference(NamedTuple):
 
 
 def compare(a: Source, b: Source) -> Iterator[Difference]:
-    """Yield the differences, sorted by name. Nothing is yielded if the tensors of both are bit-identical."""
+    """Yield the differences, sorted by name. If all tensors are bit-identical, yield nothing."""
     mine, theirs = (
         {(k, n): (name, r) for k, name, r in s.contents.tensors() for n in (name, *r.aliases)} for s in (a, b)
     )

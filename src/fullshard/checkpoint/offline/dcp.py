@@ -1,7 +1,7 @@
 """Read and write torch's distributed checkpoints (DCP), as used by torch FSDP2, torchtitan, Accelerate and Trainer.
 
-The files are written by torch's own writer, in one process and one tensor at a time. It gets a state dict of tensors
-without elements, and a planner reads each tensor when it is needed. There are three layouts:
+torch's own writer writes the files, in one process and one tensor at a time. It gets a state dict of tensors without
+elements, and a planner reads each tensor when the writer needs it. There are three layouts:
 
     accelerate    pytorch_model_fsdp_0/ and optimizer_0/, as Accelerate and Trainer save and load them
     torch         one directory, `model` and `optimizer` nested
@@ -63,9 +63,9 @@ _Path = tuple[str | int, ...]
 def open_dcp(
     title: str, path: Path, directories: Sequence[Path], *, optimizer: bool = True, notes: Sequence[str] = ()
 ) -> Source:
-    """Open one or two DCP directories as a source: the model's and, if there is one, the optimizer's.
+    """Open the DCP directory of a model, and that of its optimizer if there is one, as a source.
 
-    Each part of a tensor that one rank saved is read completely, one part at a time.
+    To read a part of a tensor, each box that one rank saved is read completely, one box at a time.
     """
     model, state, others = _split([stored for directory in directories for stored in read_metadata(directory)])
     tensors: dict[tuple[Kind, str], StoredObject] = {("model", n): stored for n, stored in model.items()}
@@ -107,7 +107,10 @@ def open_dcp(
 def _split(
     entries: Sequence[StoredObject],
 ) -> tuple[dict[str, StoredObject], dict[_Path, StoredObject], list[str]]:
-    """Split entries into the model's tensors by name, the optimizer's entries by relative path, and all other names."""
+    """Split entries into the model's tensors, the optimizer's entries, and the names of all others.
+
+    The model's tensors are keyed by name, and the optimizer's entries by path relative to the optimizer.
+    """
 
     def below(prefix: tuple[str, ...]) -> list[StoredObject]:
         # At the top level (torchtitan) paths have one part; longer paths belong to other parts of the state.
@@ -148,7 +151,7 @@ def _optimizer(
 
 
 def _nest(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
-    """Convert a mapping from paths to values into nested dicts and lists. Numbers in paths are list indices."""
+    """Convert a mapping from paths to values into nested dicts and lists. Numbers in paths are indices into lists."""
     root: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         place = root
@@ -184,7 +187,7 @@ def _value(stored: StoredObject) -> Any:
 
 
 def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
-    """Return a description of a box's location, for messages, and its contents."""
+    """Return (location of the box as text for error messages, its contents)."""
     path = stored.directory / box.file
     try:
         with path.open("rb") as file:
@@ -199,7 +202,7 @@ def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
 
 
 class _Reference(torch.Tensor):
-    """A tensor without elements that refers to the location of its elements."""
+    """A tensor without elements, which contains the location of its elements in a source."""
 
     place: tuple[Kind, str, TensorRecord]
 
@@ -214,10 +217,10 @@ def write_dcp(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> None:
-    """Write model and optimizer state. Only one full tensor is in memory at a time.
+    """Write the model and optimizer state of a source. Only one full tensor is in memory at a time.
 
     Tied tensors are written under each of their names, as torch does. `index` is the number of the model if there are
-    several; Accelerate's layout uses it in names. `dtype` casts the floating-point tensors of the model.
+    several; Accelerate's layout uses it in names. Floating-point tensors of the model are cast to `dtype`.
     """
     records = require_values(source)
     model: dict[str, Any] = {}
@@ -255,7 +258,7 @@ def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -
 
 
 def _optimizer_state(source: Source, *, is_flat: bool) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state dict with parameter names, under the name `optimizer`.
+    """Return `{"optimizer": state dict}`, in which parameters are identified by name.
 
     Return an empty dict if there is no optimizer state.
     """
@@ -289,7 +292,7 @@ def _reference(kind: Kind, name: str, record: TensorRecord) -> _Reference:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Reads each tensor from the source only when torch's writer asks for it."""
+    """A planner that reads each tensor from the source only when torch's writer asks for it."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         super().__init__()
@@ -297,7 +300,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         self._buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the object of an entry, including its elements."""
+        """Return the object of an entry. A tensor includes its elements."""
         found = super().lookup_object(index)
         if not isinstance(found, _Reference):
             return found
@@ -310,9 +313,9 @@ class _ReadingPlanner(DefaultSavePlanner):
         return whole
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for reading a tensor with the shape and dtype of `like`.
+        """Return a buffer with the shape and dtype of `like`, into which a tensor is read.
 
-        Buffers are reused. Otherwise torch's writer would keep them all in memory until its file is complete.
+        Buffers are reused. Otherwise, torch's writer would keep all of them in memory until its file is complete.
         """
         if (like.shape, like.dtype) not in self._buffers:
             self._buffers[like.shape, like.dtype] = torch.empty(like.shape, dtype=like.dtype)

@@ -1,8 +1,8 @@
-"""Read the metadata file of torch's distributed checkpoints (DCP) without executing it.
+"""Read the metadata file of torch's distributed checkpoints (DCP) without executing code from it.
 
-`.metadata` is a pickle, and a pickle can run arbitrary code. This reader only creates inert stand-ins for the few
-classes that DCP itself stores, and raises an error for any other name. It is based on Python's own unpickler in its
-pure Python version, which never allocates memory on the basis of a length that the file merely claims.
+`.metadata` is a pickle, and a pickle can run arbitrary code. This reader creates only inert stand-ins for the few
+classes that DCP itself stores, and raises an error for any other name. It is based on the pure Python version of
+Python's own unpickler. That version never allocates memory because of a length that the file merely claims.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor, with its offsets and sizes per dim and its location in a file.
+    """A box of elements of a tensor, with its offsets and sizes per dim and its location in a file.
 
     The bytes at that location are an archive that `torch.save` wrote.
     """
@@ -54,13 +54,16 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements in the box."""
         return math.prod(self.sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredObject:
-    """An entry of the state dict: a tensor in boxes, or a Python value (without dtype) in one box without sizes."""
+    """An entry of the state dict: a tensor or a Python value.
+
+    A tensor is stored in one or more boxes. A Python value is stored in one box without sizes, and its `dtype` is None.
+    """
 
     directory: Path
     path: tuple[str | int, ...]
@@ -70,15 +73,15 @@ class StoredObject:
 
     @property
     def name(self) -> str:
-        """Return the name for messages."""
+        """Return the name of the entry for error messages."""
         return ".".join(map(str, self.path))
 
 
 def read_metadata(directory: Path) -> list[StoredObject]:
     """Return the entries of a DCP directory.
 
-    Raises `CheckpointError` for damaged metadata, a pickle that asks for an unexpected class, a file outside the
-    directory, or boxes that do not cover a tensor exactly once.
+    Raise `CheckpointError` if the metadata are damaged, the pickle asks for an unexpected class, a file is outside the
+    directory, or the boxes of a tensor do not cover it exactly once.
     """
     path = directory / METADATA_NAME
     try:
@@ -102,7 +105,7 @@ def read_metadata(directory: Path) -> list[StoredObject]:
 
 
 class _StandIn:
-    """A stand-in for an object in the metadata. It stores the constructor's arguments and does nothing."""
+    """A stand-in for an object in the metadata, which stores the arguments of the constructor and does nothing else."""
 
     state: Any = None
 
@@ -117,7 +120,7 @@ class _StandIn:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Unpickles objects as stand-ins only."""
+    """An unpickler that creates only stand-ins for objects."""
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
@@ -125,7 +128,7 @@ class _Unpickler(pickle._Unpickler):
         self._classes: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a class. Never imports anything."""
+        """Return a stand-in for a class. This never imports the class."""
         if module == "torch" and name in DTYPES:
             return name
         if name in _NAMES.get(module, ()):
@@ -138,7 +141,7 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def get_extension(self, code: int) -> None:
-        """Raise an error, because classes registered by number (pickle extensions) are not allowed."""
+        """Raise an error, because a pickle may not use classes that are registered by number (pickle extensions)."""
         raise CheckpointError(
             f"{self._path} asks for the registered class {code}, which does not belong in a checkpoint"
         )
@@ -189,7 +192,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
 
 
 def _problems(stored: StoredObject) -> list[str]:
-    """Return the problems with the location of an entry."""
+    """Return a list of problems with the files and boxes in which an entry is stored."""
     name, problems = stored.name, []
     for box in stored.boxes:
         try:

@@ -1,6 +1,6 @@
-"""Detect the kind of a checkpoint.
+"""Detect the format of a checkpoint.
 
-File names are checked first, and file contents only where the names are not sufficient.
+File names are checked first, and file contents only if the names are not sufficient.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 
 def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
-    """Open a checkpoint of any supported format, with the optimizer's state if it exists and `optimizer` is set.
+    """Open a checkpoint of any supported format. Include the optimizer's state if it exists and `optimizer` is set.
 
-    `path` is a directory or a file of `torch.save`. For an Accelerate checkpoint of several models, it is the directory
-    of one of them.
+    `path` is a directory or a file that `torch.save` wrote. For an Accelerate checkpoint of several models, it is the
+    directory of one of them.
     """
     path = location(path)
     source = _native(path)
@@ -112,6 +112,6 @@ def _directory(path: Path, optimizer: bool) -> Source | None:
 
 
 def _left_over(path: Path, used: list[Path]) -> list[str]:
-    """Return a note about the files of another program's training state that are not converted."""
+    """Return a note that lists files of another program's training state that are not converted."""
     names = sorted(entry.name for entry in {*path.iterdir()} - {*used, *files_beside_weights(path)})
     return [f"not converted: {', '.join(names)}"] if names else []

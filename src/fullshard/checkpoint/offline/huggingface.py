@@ -1,9 +1,9 @@
 """Read Hugging Face directories as a source, and write any source as one or several safetensors files.
 
 Neither a model nor a process group is needed, and only one chunk of one tensor is in memory at a time. Output for
-Transformers is written in the form that Transformers stores. For example, each expert gets its own tensors, although
-Transformers computes with all experts of a layer in one tensor. Training checkpoints hold the form that is used in
-memory.
+Transformers is written in the form in which Transformers stores a model. For example, each expert has its own tensors
+on disk, although Transformers computes with all experts of a layer in one tensor. Training checkpoints contain the form
+that is used in memory.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _COPIED = (
 
 
 def open_weights(path: Path, file: Path | None = None, *, is_decoded: bool = False) -> Source:
-    """Open a directory of weights, or only one `file` of it, under any name. Raises the errors of `stored_tensors`.
+    """Open a directory of weights, or only `file` in it, which may have any name. Raise the errors of `stored_tensors`.
 
-    If `is_decoded`, return the values of weights that the files hold as codes.
+    If `is_decoded`, the source returns the values of weights that the files contain as codes.
     """
     read_all = stored_values if is_decoded else stored_tensors
     stored = dict(read_all(path) if file is None else tensors_of(file))
@@ -98,7 +98,7 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
-    """Return the values of the configuration of a model or an adapter."""
+    """Return the configuration of a model or an adapter as a dict."""
     return json_file(path, limit_nbytes=_MAX_CONFIG_NBYTES)
 
 
@@ -113,10 +113,11 @@ def write_weights(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write all parameters and buffers, each once, and copy configuration and tokenizer files. Return the copied names.
+    """Write a source's parameters and buffers, each once, and copy configuration and tokenizer files.
 
-    The files are copied from `config_from`, by default the source's directory. `needs_config` means that the output is
-    for Transformers: it is written in the form that Transformers stores, and a missing configuration is an error.
+    Return the names of the copied files. They are copied from `config_from`, by default the source's directory. Set
+    `needs_config` if the output is for Transformers. Then tensors are written in the form in which Transformers stores
+    them, and a missing configuration is an error.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     names = require_values(source, hint="merge the adapter into its base model: fullshard merge")
@@ -170,16 +171,16 @@ def _configuration(source: Source, config_from: str | Path | None, *, needs_conf
 
 
 def _set_dtype(path: Path, cast: torch.dtype) -> None:
-    """Set the dtype in the configuration to that of the files."""
+    """Set the dtype in a configuration file to the dtype of the weights."""
     config = read_configuration(path)
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(cast)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _in_stored_form(source: Source, directory: Path) -> Source:
-    """Return a source in the form that Transformers stores.
+    """Return a source that has the tensors in the form in which Transformers stores them.
 
-    Return `source` itself if its names are not those of the model in memory.
+    Return `source` itself if its names are not those that the model has in memory.
     """
     read_configuration(directory / CONFIG_NAME)
     transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
@@ -193,7 +194,7 @@ def _in_stored_form(source: Source, directory: Path) -> Source:
 
 
 def stored_form_of(source: Source, model: nn.Module) -> Source:
-    """Return a source of tensors that `model` has in memory as Transformers would store them."""
+    """Convert a source with the tensors that `model` has in memory to a source with those that Transformers stores."""
     held = source.contents.model
     metas = {name: torch.empty(record.shape, dtype=dtype_of(record), device="meta") for name, record in held.items()}
     outline = outline_of(model, metas)

@@ -1,8 +1,8 @@
-"""Read a base model with an adapter merged into it as a source, which `fullshard merge` writes.
+"""A source that consists of a base model with an adapter merged into it. `fullshard merge` writes it.
 
-Tensors that the adapter does not change are returned exactly as they are on disk. The others are computed by PEFT
-itself (see `checkpoint.merging`), on a skeleton of the model on the meta device in which only the current layer is
-filled from the files. So only one layer of the model and the adapter are in memory at a time.
+Tensors that the adapter does not change are returned exactly as they are on disk. PEFT itself computes the others (see
+`checkpoint.merging`), on a skeleton of the model on the meta device in which only the current layer is filled from the
+files. Therefore, only the adapter and one layer of the model are in memory at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WRAPPING = ("base_layer", "original_module")
 
 
 class _Base:
-    """The base model's files, accessed by the tensors' names in the model."""
+    """The base model's files. Their tensors can be read by the names that they have in the model."""
 
     def __init__(self, files: Source, rules: Rules) -> None:
         self.files, self.on_disk, self._outline = files, files.contents.parameters, rules.outline
@@ -61,7 +61,7 @@ class _Base:
     def keys(self, name: str) -> list[str]:
         """Return the names on disk of the tensors from which a tensor of the model is read or computed.
 
-        Return an empty list if the tensor is not in the files, because the adapter adds it.
+        Return an empty list if the files do not contain the tensor, because the adapter adds it.
         """
         if name in self._numbers:
             return [key for _, key in self._groups[self._numbers[name]].takes]
@@ -72,7 +72,7 @@ class _Base:
         return name in self._numbers
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor of the model."""
+        """Return the tensor that has this name in the model."""
         if name in self._numbers:
             return self._converted(self._numbers[name])[name]
         return self.files.whole(self._stored[name])
@@ -98,7 +98,7 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     merged.base._weight_conversions = rules.used()  # type: ignore[assignment] # storing reverses them
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the value of a parameter from the adapter's files or else from the base model's."""
+        """Return the value of a parameter from the adapter's files, or from the base model's files otherwise."""
         names = merged.local(tensor).names
         value = next((values[name] for name in names if name in values), None)
         if value is None:
@@ -128,10 +128,10 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
 def _with(
     base: _Base, changed: Mapping[str, LocalTensor], merge: Callable[[LocalTensor], torch.Tensor], model: nn.Module
 ) -> tuple[Contents, Callable[[Kind, str, Interval], torch.Tensor]]:
-    """Return the contents of the base model's directory with the changed tensors of `model`, and a function to read it.
+    """Return the contents of a base model's directory after the merge, and a function to read them.
 
-    Tensors that Transformers computes from others are stored in the form that it stores. The others keep their names on
-    disk.
+    `changed` lists the tensors of `model` that the adapter changes. If Transformers computes such a tensor from others,
+    it is stored in the form in which Transformers stores it. All other tensors keep their names on disk.
     """
     sources: dict[str, LocalTensor] = {}
     records: dict[str, TensorRecord] = {}
@@ -178,7 +178,7 @@ def _peft_model(
 ) -> tuple[nn.Module, dict[str, torch.Tensor], Rules]:
     """Return the PEFT model on the meta device, the adapter's tensors, and the rules that convert the base's files.
 
-    The adapter's tensors are keyed by their names in the PEFT model's base.
+    The adapter's tensors are keyed by the names that they have in the PEFT model's base model.
     """
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
@@ -226,7 +226,7 @@ def _open_adapter(directory: Path) -> Source:
 def _by_model_name(
     peft: Any, model: nn.Module, stored: Mapping[str, torch.Tensor], directory: Path
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of PEFT's file, keyed by their names in the PEFT model. PEFT supplies the mapping."""
+    """Return the tensors of PEFT's file, keyed by their names in the PEFT model. PEFT itself defines these names."""
     stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
     chosen = peft.get_peft_model_state_dict(
         model, state_dict=dict(stand_ins), save_embedding_layers=any(".embed" in name for name in stored)
@@ -241,7 +241,7 @@ def _by_model_name(
 
 
 def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | None:
-    """Return the number of embedding rows in the adapter if the embeddings were resized; otherwise None."""
+    """Return the number of embedding rows in the adapter if training resized the embeddings; otherwise, return None."""
     tables = [
         tensor.shape[0]
         for name, tensor in stored.items()
@@ -252,5 +252,5 @@ def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | 
 
 
 def _plain(name: str) -> str:
-    """Return the name without the parts that PEFT's layers add."""
+    """Return a tensor's name without the parts that PEFT's layers add to it."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)

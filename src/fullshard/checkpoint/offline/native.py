@@ -1,4 +1,4 @@
-"""Read native checkpoints as a source. All returned bytes have passed their checksums."""
+"""Read native checkpoints as a source, which returns only bytes that match their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.core.layout import Interval
 def open_native(path: Location) -> Source:
     """Open a directory that `save_checkpoint` wrote.
 
-    Raises an error that lists everything that is missing or damaged.
+    Raise an error that lists everything that is missing or damaged.
     """
     manifest = read_manifest(path)
     if problems := quick_problems(path, manifest):

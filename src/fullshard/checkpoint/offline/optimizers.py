@@ -2,7 +2,7 @@
 
 The state is stored as `{"state": {PARAMETER: {KEY: value}}, "param_groups": [{..., "params": [PARAMETER, ...]}]}`, or
 flattened as `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored.
-torch's AdamW, Adam and SGD can be recognised by their options; other optimizers must be named.
+torch's AdamW, Adam and SGD can be recognised by their options; for other optimizers, the user must give the class.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def optimizer_record(
 ) -> tuple[OptimizerRecord, dict[str, Any]]:
     """Return the record of an optimizer's state dict, and its tensors keyed by `PARAMETER/KEY`.
 
-    `nested` has `state` and `param_groups` as described above. Any value with a `shape` and a `dtype` counts as a
-    tensor.
+    `nested` has the entries `state` and `param_groups` as described above. Any value with a `shape` and a `dtype`
+    counts as a tensor.
     """
     state, groups = nested.get("state"), nested.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
@@ -89,7 +89,8 @@ def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> 
 def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[dict[str, Any], list[Any]]:
     """Replace the parameter numbers in an optimizer's state dict with parameter names.
 
-    Only optimizers that were created from `named_parameters()` store these names.
+    Raise `CheckpointError` if the state dict does not contain these names. Only optimizers that were created from
+    `named_parameters()` store them.
     """
     if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         raise CheckpointError(
