@@ -25,7 +25,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkOf:
-    """A `Work` that calls a function to wait."""
+    """A `Work` whose `wait` method is a given function."""
 
     wait: Callable[[], torch.Tensor]
 
@@ -37,10 +37,10 @@ class Packing(Protocol):
         """Fill `full` with the unpacked intervals of all ranks. This rank's interval is `main`."""
 
     def reduce(self, collectives: Collectives, full: torch.Tensor, how: Reduction) -> Work:
-        """Run `Collectives.reduce_scatter`, but send each interval packed, then unpack and sum those that arrive."""
+        """Run `Collectives.reduce_scatter`, but send intervals in packed form and unpack them before summing them."""
 
     def nbytes(self, numel: int) -> int:
-        """Return the length of a message in bytes, a multiple of 16."""
+        """Return the number of bytes in a message of `numel` packed elements, which is a multiple of 16."""
 
     def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Pack floating-point `values`, shape (n,), into a uint8 message, shape (nbytes(n),)."""
@@ -54,14 +54,14 @@ PACKINGS: dict[torch.dtype, Packing] = {}
 
 
 class FullBuffer(Protocol):
-    """Memory for an unsharded bucket, which is filled on every rank of the group from `gather` to `free`.
+    """Memory for an unsharded bucket. On every rank of the group, it is filled from `gather` until `free`.
 
     Attributes:
         full: the unsharded bucket, shape (size x S,). Its data has the same address whenever the buffer is filled.
-        main: this rank's interval, shape (S,), if it survives `free`; the optimizer then updates the main weights here.
+        main: this rank's interval, shape (S,), or None if `free` loses it. The optimizer updates the main weights here.
         is_persistent: whether the memory stays allocated, so that keeping the bucket unsharded costs nothing.
-        place: the number by which other ranks find the buffer in shared memory. Each rank counts separately, so the
-            numbers no longer match after one rank has failed to shard a model.
+        place: the number by which other ranks find the buffer in shared memory. Each rank counts its own buffers, so
+            the numbers no longer match after one rank has failed to shard a model.
     """
 
     full: torch.Tensor
@@ -71,33 +71,33 @@ class FullBuffer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that `free` would release now."""
+        """Return the number of bytes that `free` would release now."""
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Fill `full` with the intervals of all ranks.
 
-        This rank's interval is `main`, shape (S,), cast to the dtype of `full`. If intervals are sent packed, `full`
-        holds the unpacked values on every rank, even for its own interval, unless `exactly` is set. `is_unchanged` says
-        that `main` has not changed since the last gather, so a buffer that still holds it skips the copy.
+        `main`, shape (S,), is this rank's interval, which is cast to the dtype of `full`. If intervals are sent packed,
+        `full` contains the unpacked values even in this rank's own interval, unless `exactly` is set. `is_unchanged`
+        means that `main` has not changed since the last gather, so a buffer that still contains it can skip the copy.
         """
 
     def free(self, *, keeps_memory: bool = False) -> None:
         """Free the gathered data. Changes to `full` are lost unless it shares memory with `main`.
 
-        With `keeps_memory`, `full` has the same address after the next gather.
+        With `keeps_memory`, the address of `full` is the same after the next gather.
         """
 
     def wait_for_readers(self) -> None:
-        """Wait until no other rank reads memory that this rank has freed. Its main weights may change afterwards."""
+        """Wait until no other rank reads memory that this rank has freed. The main weights may change afterwards."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """Describe a buffer for a bucket of `numel` elements, including padding.
+    """Describes the buffer for a bucket of `numel` elements, including padding.
 
-    `holds_main` means that the main weights have the same dtype and may be stored in the buffer. `packing` encodes the
-    intervals that are sent, or is None if they are sent as they are.
+    `holds_main` means that the main weights have the same dtype and may be stored in the buffer. `packing` is the
+    encoding in which intervals are sent, or None if they are sent without encoding.
     """
 
     numel: int
@@ -114,9 +114,9 @@ available contributions to it, by rank of the group. A term may be in the memory
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Describe a reduction to a backend: sum gradients in `dtype` and divide them by `divisor`.
+    """Describes a reduction to a backend, which sums gradients in `dtype` and divides the sum by `divisor`.
 
-    If intervals are sent packed, their unpacked values are summed. `watch` is called with every part of the result.
+    If intervals are sent packed, they are unpacked before summation. `watch` is called with every part of the result.
     """
 
     tag: int
@@ -128,7 +128,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Numbers of elements sent to and received from each rank in an exchange, in rank order."""
+    """The numbers of elements that an exchange sends to and receives from each rank, in rank order."""
 
     leaving: Sequence[int]
     arriving: Sequence[int]
@@ -141,8 +141,8 @@ class Collectives(Protocol):
     time-out instead of mixing up data.
 
     Attributes:
-        sends: whether anything is sent, so that packing it makes a difference.
-        widens: whether `reduce_scatter` can sum in a wider dtype than `full` has without making a copy.
+        sends: whether this backend sends messages. If it does not, packing has no effect.
+        widens: whether `reduce_scatter` can sum in a wider dtype than that of `full` without copying `full` first.
     """
 
     rank: int
@@ -159,15 +159,15 @@ class Collectives(Protocol):
         holds_main: bool,
         packing: Packing | None = None,
     ) -> FullBuffer:
-        """Create the buffer that `BufferSpec` describes. All ranks must create the same buffers in the same order."""
+        """Create the buffer that `BufferSpec` specifies. All ranks must create the same buffers in the same order."""
         return self._buffer(BufferSpec(numel, dtype, device, holds_main, packing if self.sends else None))
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
-        """Create the buffer for `full_buffer`. `spec.packing` is None if nothing is sent."""
+        """Create the buffer that `full_buffer` returns. `spec.packing` is None if no messages are sent."""
         ...
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """Fill `full` (1-D, size x S elements) in place: each rank contributes its own interval of S elements."""
+        """Fill `full` (1-D, size x S elements) in place. Each rank contributes its own interval of S elements."""
 
     def reduce_scatter(
         self,
@@ -179,11 +179,11 @@ class Collectives(Protocol):
         dtype: torch.dtype | None = None,
         watch: Watch | None = None,
     ) -> Work:
-        """Sum `full` (1-D, size x S elements) over the ranks, pairwise if the backend lets the caller choose the order.
+        """Sum `full` (1-D, size x S elements) over the ranks, and return this rank's S elements divided by `divisor`.
 
-        `Reduction` describes the other arguments. If `dtype` is not the dtype of `full`, a copy is summed unless the
-        backend `widens`. The result is this rank's S elements of the sum, divided by `divisor`, in memory that does not
-        keep `full` alive. The operation may overwrite `full`.
+        `Reduction` explains the other arguments. Terms are added pairwise if the caller can choose the order. If
+        `dtype` is not the dtype of `full`, a copy is summed unless the backend `widens`. The memory of the result does
+        not keep `full` alive. The operation may overwrite `full`.
         """
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)
@@ -191,31 +191,31 @@ class Collectives(Protocol):
         return self._reduce(full, how) if how.packing is None else how.packing.reduce(self, full, how)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Run `reduce_scatter` without packing. `full` has the dtype of the sum unless the backend `widens`."""
+        """Run `reduce_scatter` without packing. `full` already has the dtype of the sum unless the backend `widens`."""
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Send every rank its part of `leaving`, and fill `arriving` with the parts received from the ranks.
+        """Send every rank its part of `leaving`, and fill `arriving` with the parts received from all ranks.
 
-        Both tensors are 1-D and have the same dtype. Parts are in rank order, include this rank's own, and may be
-        empty.
+        Both tensors are 1-D and have the same dtype. Parts are in rank order, include the part that this rank keeps,
+        and may be empty.
         """
 
     # The methods below are for ranks that can access each other's memory. Other backends do nothing here.
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory, shape (numel,), that `reduce_scatter` and `exchange` read fastest."""
+        """Return uninitialised memory, shape (numel,), from which `reduce_scatter` and `exchange` read fastest."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def wait_for_readers(self) -> None:
-        """Wait until no other rank reads memory that this rank has freed. Main weights may change afterwards."""
+        """Wait until no other rank reads memory that this rank has freed. The main weights may change afterwards."""
         return
 
 
 def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return consecutive views of a flat tensor, one per size."""
+    """Split a flat tensor into consecutive views of the given sizes."""
     return list(flat.split_with_sizes(list(sizes)))
 
 

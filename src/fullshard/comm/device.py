@@ -1,6 +1,6 @@
-"""A common layer over all kinds of devices: CPUs, CUDA, and devices that plug into torch.
+"""Functions that work for all kinds of devices: CPUs, CUDA devices, and devices that plug into torch.
 
-`torch.accelerator` covers whatever these kinds have in common.
+They add what `torch.accelerator` does not provide for all of these kinds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def select(kind: str, local_rank: int) -> torch.device:
 def current() -> torch.device:
     """Return this rank's accelerator, or the CPU if there is none.
 
-    If the process has not used a device yet, select the one that the launcher's `LOCAL_RANK` names.
+    If the process has not used a device yet, first select the device whose number the launcher set in `LOCAL_RANK`.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
@@ -58,13 +58,13 @@ def current() -> torch.device:
 
 
 def backends_of(kind: str) -> str:
-    """Return the backends for `init_process_group`: the device's own (such as `nccl`), and Gloo for host memory."""
+    """Return the backends for `init_process_group`: the device's own (such as `nccl`), and Gloo for tensors on CPUs."""
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 @cache
 def counts_memory(kind: str) -> bool:
-    """Return whether torch can report how much memory is allocated on a device. Some allocators do not count it."""
+    """Return whether torch can report how much device memory is allocated. Some allocators do not track this."""
     try:
         torch.accelerator.memory_stats(torch.device(kind))
     except RuntimeError:
@@ -76,7 +76,7 @@ _answering: list[None] = []
 
 
 def has_values(device: torch.device) -> bool:
-    """Return whether the device's memory can be read. The meta device has no values except inside `answered`."""
+    """Return whether tensors on the device have values. On the meta device, they have values only inside `answered`."""
     return device.type != "meta" or bool(_answering)
 
 

@@ -17,20 +17,20 @@ from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 
 
 class GlooCollectives(NativeCollectives):
-    """Gloo collectives with all-gather and reduce-scatter built from point-to-point messages.
+    """Gloo collectives whose all-gather and reduce-scatter are built from point-to-point messages.
 
-    Gloo's own all-gather takes about four times as long for large tensors. Its reduce-scatter is internally an
+    Gloo's own all-gather takes about four times as long for large tensors. Gloo's own reduce-scatter is internally an
     all-reduce, which sends every byte twice (`docs/decisions/0002-gloo-point-to-point.md`).
     """
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """Send this rank's interval to every peer and receive theirs."""
+        """Send this rank's interval to every peer, and receive the intervals of all peers."""
         torch_private.count_for_debugging("c10d._allgather_base_")
         parts = [own_interval(full, rank, self.size) for rank in range(self.size)]
         return filling(full, self._messages([parts[self.rank]] * self.size, parts, tag))
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Send every peer its interval, receive this rank's interval from every peer, and sum locally."""
+        """Send every peer its interval, receive this rank's interval from every peer, and sum them locally."""
         torch_private.count_for_debugging("c10d._reduce_scatter_base_")
         parts = [own_interval(full, rank, self.size) for rank in range(self.size)]
         contributions = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
@@ -46,7 +46,7 @@ class GlooCollectives(NativeCollectives):
         return WorkOf(wait)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Send every peer its part and receive this rank's part from every peer. Empty parts need no message."""
+        """Send every peer its part, and receive this rank's parts from all peers. Empty parts are not sent."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         there, here = cut(leaving, parts.leaving), cut(arriving, parts.arriving)
         works = self._messages(there, here, tag)
@@ -54,7 +54,7 @@ class GlooCollectives(NativeCollectives):
         return filling(arriving, works)
 
     def _messages(self, there: Sequence[torch.Tensor], here: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
-        """Send peers their parts of `there` and receive into `here`, with one peer per direction in each round."""
+        """Start sending each peer its part of `there` and receiving a part from it into `here`; return the messages."""
         works = []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -70,22 +70,22 @@ _NEVER_SENT = 2**31 - 1
 
 
 class FailedWork(dist.Work):
-    """A message that could not be started because its peer has exited. Waiting for it raises the error."""
+    """A message that could not be started because its peer has exited. Its `wait` raises the backend's error."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__()
         self._error = error
 
     def wait(self, timeout: object = None) -> NoReturn:
-        """Raise the error."""
+        """Raise the error that prevented the message from starting."""
         raise self._error
 
 
 def end_waits(group: dist.ProcessGroup) -> None:
     """Make all waits in a group fail, on this rank and on the others. The group cannot be used afterwards.
 
-    In Gloo, a message that times out closes all connections of its group. A connection that another rank has already
-    closed fails immediately and closes no others.
+    When a Gloo message times out, Gloo closes all connections of its group. A message on a connection that another rank
+    has already closed fails immediately and does not close other connections.
     """
     if torch_private.backend_of(group, torch.device("cpu")) is None or group.size() == 1:
         return
@@ -96,12 +96,12 @@ def end_waits(group: dist.ProcessGroup) -> None:
 
 
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work:
-    """Start to send to rank `to` of the group."""
+    """Start sending a tensor to rank `to` of the group."""
     return _begun(dist.isend, tensor, group=group, tag=tag, group_dst=to)
 
 
 def receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int) -> dist.Work:
-    """Start to receive from rank `source` of the group."""
+    """Start receiving a tensor from rank `source` of the group."""
     return _begun(dist.irecv, tensor, group=group, tag=tag, group_src=source)
 
 
@@ -121,9 +121,9 @@ def average(
     divisor: float,
     watch: Watch | None = None,
 ) -> torch.Tensor:
-    """Write the sum of at least two `terms`, one per rank, divided by `divisor`, to `into`, and return it.
+    """Add at least two `terms`, one per rank, divide the sum by `divisor`, write it to `into`, and return `into`.
 
-    `into` may be one of the terms. A balanced binary tree adds the terms in order, so 8 ranks are added as 4 + 4.
+    `into` may be one of the terms. The terms are added in order along a balanced binary tree, so 8 ranks as 4 + 4.
     """
     length = SUM_BLOCK_NBYTES // into.itemsize
     number = sum_blocks(len(terms), is_cast=any(term.dtype != into.dtype for term in terms))
@@ -142,7 +142,7 @@ def average(
 
 
 def _tree_sum(terms: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum `terms` into the first of `rooms` (one buffer per tree level). Return a single term unchanged."""
+    """Return the sum of `terms`, computed in the buffers `rooms` (one buffer per tree level)."""
     if len(terms) == 1:
         return terms[0] if terms[0].dtype == rooms[-1].dtype else rooms[0].copy_(terms[0])
     half = 1 << (len(terms) - 1).bit_length() - 1

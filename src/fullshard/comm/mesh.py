@@ -40,16 +40,16 @@ _SAME_MODEL = "build the same model from the same configuration, and load the sa
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """The place of this rank among all ranks. To get a mesh, call `init_mesh`, which caches meshes.
+    """The device mesh as seen by this rank. To get a mesh, call `init_mesh`, which caches meshes.
 
     Attributes:
         gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
-            along the replicate axis. Each has its own communicator, so none waits for another.
+            along the replicate axis. Each has its own communicator, so that they do not wait for one another.
         device_mesh: the matching torch mesh, with the axes (shard,) or (replicate, shard).
-        rank: the number of this rank in the job, which errors report.
-        ranks: the numbers in the job of all ranks of the mesh, in the order of its groups.
+        rank: the number of this rank in the job, which error messages report.
+        ranks: the job-wide numbers of all ranks in the mesh, in the same order as in its groups.
         world_group, shard_group, replicate_group: process groups; None if the axis has one rank.
-        control_group: a group for small host-side messages; None if there is only one rank.
+        control_group: a group for small messages in host memory; None if there is only one rank.
         thread: the thread that created the mesh; ranks may be threads of one process.
         shard_rank, shard_size, replicate_rank, replicate_size: the rank and size along each axis.
     """
@@ -82,11 +82,11 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank acts on behalf of all ranks of the mesh."""
+        """Return whether this is the first rank of the mesh, which acts on behalf of all ranks."""
         return self.rank == self.ranks[0]
 
     def neighbours(self, size: int) -> Collectives:
-        """Return collectives among `size` consecutive shard ranks, which must make the first call together."""
+        """Return collectives among `size` consecutive shard ranks. These ranks must make the first call together."""
         if size not in self._neighbours:
             assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbours
             first = self.shard_rank // size * size
@@ -97,9 +97,9 @@ class Mesh:
         return self._neighbours[size]
 
     def take_tags(self, count: int) -> int:
-        """Reserve `count` tags, one per bucket, that no current or recent model uses, and return the first one.
+        """Reserve `count` tags, one per bucket, that no current or recent model uses, and return the first tag.
 
-        If all ranks reserve the same number, they get the same tags.
+        If all ranks reserve the same number of tags, they get the same tags.
         """
         first = self._next_tag[0] if self._next_tag[0] + count <= MAX_TAGS else 0
         self._next_tag[0] = first + count
@@ -107,7 +107,7 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """Return all groups in which ranks of the mesh may wait. An entry is None if its group has one rank."""
+        """Return all groups in which ranks of the mesh may wait. An entry is None if its group has only one rank."""
         own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
         return [self.control_group, self.shard_group, self.replicate_group, *own]
 
@@ -128,10 +128,10 @@ class Mesh:
         return values
 
     def check_agreement(self, lines: Sequence[str], *, what: str, hint: str = _SAME_MODEL) -> None:
-        """Check that `lines` are equal on all ranks, before a difference causes a hang or wrong numbers.
+        """Raise an error if `lines` differ between ranks, before the difference causes a hang or wrong numbers.
 
-        This is a collective, which compares digests. The error on every rank names the first rank that differs from the
-        mesh's first rank, and the first line that differs.
+        All ranks must call this. They compare digests first. The error on every rank names the first rank that differs
+        from the mesh's first rank, and the first line that differs.
         """
         digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
         different = [place for place, other in enumerate(digests) if other != digests[0]]
@@ -165,7 +165,7 @@ def join_process_group(**options: Any) -> None:
 
 
 def joined_world_size() -> int:
-    """Return the number of ranks. Initialise the default group as `init_mesh` does, but create no other group."""
+    """Return the number of ranks. Initialise the default group if `init_mesh` would, but do not create other groups."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_process_group()
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -176,17 +176,17 @@ def init_mesh(
 ) -> Mesh:
     """Return the mesh of all ranks, with `shard_size` ranks in each shard group (None: all ranks).
 
-    Without an initialised process group, the mesh has only this rank. If the environment describes more ranks, as under
-    torchrun, the default group is initialised first, as torch's `fully_shard` does.
+    Without an initialised process group, the mesh has only this rank. But if environment variables specify more ranks,
+    as under torchrun, the default group is initialised first, as in torch's `fully_shard`.
 
     Args:
-        shard_size: ranks per shard group; must divide the world size. With a `device_mesh`, it must be 1 or left out.
-        device: where to compute. Default: the accelerator if there is one, unless `device_mesh` is on CPUs.
+        shard_size: ranks per shard group; must divide the world size. With a `device_mesh`, it must be 1 or omitted.
+        device: the device to compute on. Default: the accelerator if there is one, unless `device_mesh` is on CPUs.
         device_mesh: a torch mesh to use instead. A 1-D mesh is the shard axis, or the replicate axis if `shard_size=1`.
             A 2-D mesh is (replicate, shard).
 
     Raises:
-        ConfigError: The size does not divide the world size, or the mesh does not have one or two axes.
+        ConfigError: The size does not divide the world size, or `device_mesh` does not have one or two axes.
     """
     if device is None:
         is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
@@ -204,7 +204,7 @@ def init_mesh(
 
 
 def _cached(key: tuple[object, ...], build: Callable[[], Mesh]) -> Mesh:
-    """Return the default group's mesh for a key, and drop meshes of destroyed groups, which keep threads alive."""
+    """Return the cached mesh for a key, or build it. Drop the meshes of destroyed groups, which keep threads alive."""
     key = (dist.group.WORLD, *key)
     if key not in _CACHE:
         for other, mesh in list(_CACHE.items()):
@@ -215,7 +215,7 @@ def _cached(key: tuple[object, ...], build: Callable[[], Mesh]) -> Mesh:
 
 
 def meshes() -> list[Mesh]:
-    """Return the meshes of the default group."""
+    """Return the cached meshes of the current default group."""
     return [mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD]
 
 
@@ -263,12 +263,12 @@ def _world() -> dist.ProcessGroup:
 
 
 def _timeout(device: torch.device) -> timedelta:
-    """Return slightly more than the user's time-out, so that the watchdog ends waits first, with a better error."""
+    """Return slightly more than the user's time-out, so that the watchdog ends waits first with a better error."""
     return torch_private.timeout_of(_world(), device) + _MARGIN
 
 
 def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a group in a call that only its own ranks make.
+    """Create a process group. Only the ranks of the new group call this.
 
     If the default group is bound to a device, torch splits new groups off it. NCCL then hangs unless all ranks of the
     default group take part, so the binding is suspended here.
@@ -283,7 +283,7 @@ def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = N
 
 
 def _own_group(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create one group per list, all of the same length, and return this rank's group. All ranks must call this."""
+    """Create a group for each list of ranks (all of equal length) and return this rank's. All ranks must call this."""
     return dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout)[0] if len(rank_lists[0]) > 1 else None
 
 
@@ -309,7 +309,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
 
 
 def _check_part(device_mesh: DeviceMesh) -> None:
-    """Raise an error if shard groups and replicas cannot be built from this part of the world."""
+    """Raise an error if shard groups and replicas cannot be built from a mesh that contains only some of the ranks."""
     if device_mesh.get_coordinate() is None:
         raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard only on the ranks of the mesh")
     if device_mesh.ndim == 1:
@@ -329,11 +329,11 @@ def _check_part(device_mesh: DeviceMesh) -> None:
 
 
 def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
-    """Build the mesh for a part of the world, when tensor or pipeline parallelism uses the other axes.
+    """Build a mesh of some of the ranks when tensor or pipeline parallelism uses the other axes.
 
-    The mesh uses the part's existing groups, because all ranks would have to create new ones. Only a mesh of two axes
-    needs one new group: all ranks then call this together, each with its own part. A group sorts its ranks, wherever
-    the mesh places them.
+    The mesh uses the existing groups of `device_mesh`, because creating new groups would require all ranks. Only a mesh
+    with two axes needs one new group. All ranks must then call this together, each with its own part. Groups sort their
+    ranks, regardless of their order in the mesh.
     """
     _check_part(device_mesh)
     shard = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)

@@ -1,6 +1,6 @@
-"""The default memory for a bucket: a tensor with storage that grows for a gather and shrinks afterwards.
+"""The default memory for an unsharded bucket: a tensor whose storage is allocated for a gather and freed afterwards.
 
-The tensor is never rebound: autograd saves views of parameters (`weight.t()`), which must keep pointing to its storage.
+The tensor is never replaced, because autograd saves views of parameters (`weight.t()`) that must still point to it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ResizedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in the storage."""
+        """Return the number of bytes that are allocated now."""
         return self._storage.nbytes()
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Reallocate the memory, copy `main` into its interval and launch the all-gather.
+        """Reallocate the memory, copy `main` into this rank's interval, and launch the all-gather.
 
-        The copy from page-locked host memory is asynchronous: wait for it before you change `main`.
+        The copy from page-locked host memory is asynchronous. Wait for the result before you change `main`.
         """
         self._allocate()
         is_apart = main.device != self.full.device
@@ -42,7 +42,7 @@ class ResizedBuffer(FullBuffer):
         return self._collectives.all_gather(self.full, tag=tag)
 
     def gather_from(self, part: torch.Tensor, neighbours: Collectives, *, tag: int) -> Work:
-        """Fill `full` with the parts kept by the neighbours. `part` was kept by this rank and has its interval."""
+        """Fill `full` with the parts that this rank (`part`) and its neighbours kept when `full` was last freed."""
         self._allocate()
         own_interval(self.full, neighbours.rank, neighbours.size).copy_(part)
         return neighbours.all_gather(self.full, tag=tag)
@@ -52,6 +52,6 @@ class ResizedBuffer(FullBuffer):
             self._storage.resize_(self._whole_nbytes)
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Resize the storage to zero bytes, unless `keeps_memory` is set."""
+        """Free the memory by resizing the storage to zero bytes, unless `keeps_memory` is set."""
         if not keeps_memory:
             self._storage.resize_(0)

@@ -16,7 +16,7 @@ from fullshard.comm.torch_dist import Alone, NativeCollectives
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Collectives that a group could use, with their name and the reason for choosing them or not."""
+    """Collectives that a group could use, with their name and the reason why they are or are not chosen."""
 
     collectives: Collectives
     name: str
@@ -31,21 +31,21 @@ _BACKENDS: list[Backend] = []
 
 
 def register_backend(backend: Backend) -> None:
-    """Try this backend before torch's own collectives in all groups created from now on, in order of registration."""
+    """Register a backend that is tried before torch's own collectives in all groups created from now on."""
     _BACKENDS.append(backend)
 
 
 def collectives_for(
     group: dist.ProcessGroup | None, device: torch.device, *, only_all_reduce: bool = False
 ) -> Collectives:
-    """Return the first entry of `choices_for`. For `only_all_reduce`, return torch's own and try no other backend."""
+    """Return the fastest collectives for a group. With `only_all_reduce`, do not try the registered backends."""
     return choices_for(group, device, only_torchs=only_all_reduce)[0].collectives
 
 
 def choices_for(group: dist.ProcessGroup | None, device: torch.device, *, only_torchs: bool = False) -> list[Candidate]:
     """Return all collectives that the ranks of a group can use, fastest first. All of these ranks must call this.
 
-    If `group` is None, this rank is alone.
+    If `group` is None, the group consists of this rank only.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [Candidate(Alone(), "none", "one rank has nobody to communicate with")]

@@ -20,7 +20,7 @@ def completed(result: torch.Tensor) -> Work:
 
 
 def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
-    """Return one `Work` for several operations that together fill `result`."""
+    """Return one `Work` that waits for several operations, which together fill `result`."""
 
     def wait() -> torch.Tensor:
         for work in works:
@@ -31,7 +31,7 @@ def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
 
 
 def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
-    """Return a `Work` that divides a sum by `how.divisor` when the sum is complete."""
+    """Return a `Work` that waits for a sum and then divides it by `how.divisor`."""
 
     def wait() -> torch.Tensor:
         work.wait()
@@ -44,7 +44,7 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
 
 
 def as_sent(flat: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as bytes if a backend cannot send its dtype, as NCCL cannot send int16."""
+    """Return `flat`, as a view of bytes if backends such as NCCL may not be able to send its dtype (such as int16)."""
     return flat if flat.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 
@@ -62,7 +62,7 @@ class PersistentBuffer(FullBuffer):
         return completed(self.full)
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing, because the main weights must stay in memory."""
 
 
 class Alone(Collectives):
@@ -142,7 +142,7 @@ _SENT_AS_THEY_ARE = (torch.bfloat16, torch.float32, torch.float16, torch.float64
 def all_reduce(
     tensor: torch.Tensor, what: str, groups: Iterable[dist.ProcessGroup], op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """Combine a tensor in place over the ranks of each group in turn, as a collective of the current step."""
+    """All-reduce a tensor in place over one group after another, as part of the current step."""
     groups = list(groups)
     with waiting_in_step(what, groups):
         for group in groups:

@@ -1,10 +1,10 @@
-"""Private names of torch that the kernel, or more than one folder above it, uses.
+"""Private torch names that are used by the kernel, or by more than one folder outside it.
 
-A folder that needs other names has its own `torch_private.py`. No other file may use private names, which
-`test_architecture` checks. torch may rename any of these names in any release without notice. Therefore each entry
-states its purpose, what goes wrong if torch changes it, and the torch release that added it ("2.0" is the oldest
-release that was examined). `tests/engine/test_torch_private` uses each name for exactly this purpose, and fails with
-its name.
+A folder that needs other names has its own `torch_private.py`. No other file may use private names, and
+`test_architecture` enforces this. torch may rename any of these names in any release without notice. Therefore each
+entry states its purpose, what goes wrong if torch changes it, and the torch release that added it ("2.0" is the oldest
+release that was examined). `tests/engine/test_torch_private` tests each name for exactly this purpose, and reports the
+name if the test fails.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
 def node_under_way() -> int | None:
     """Return the number of the node that backward is running in this thread, or None outside backward.
 
-    Without it, a recomputation could not find out which part of backward is still to run. Since 2.1.
+    Without it, a recomputation could not find out which part of the backward pass is still to run. Since 2.1.
     """
     node = torch._C._current_autograd_node()
     return None if node is None else number_of(node)
@@ -66,7 +66,7 @@ def node_under_way() -> int | None:
 def will_run(node: Node) -> bool | None:
     """Return whether the backward in progress will run a node, or None if it returns that node's gradient.
 
-    `torch.autograd.grad` returns gradients to its caller. Without this check they would also be collected. Since 2.0.
+    `torch.autograd.grad` returns gradients to its caller. Without this check, the engine would collect them. Since 2.0.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -91,7 +91,7 @@ _NOTHING = nullcontext()
 
 
 def without_transforms() -> AbstractContextManager[object]:
-    """Suspend `torch.func` transforms in a context. Under `vmap`, messages would have no memory. Since 2.4."""
+    """Return a context without `torch.func` transforms. Under `vmap`, messages would have no memory. Since 2.4."""
     return temporarily_clear_interpreter_stack() if are_transforms_active() else _NOTHING
 
 
@@ -121,12 +121,12 @@ def layout_of(
     dtype: torch.dtype,
     stride: tuple[int, ...] | None = None,
 ) -> DTensorSpec:
-    """Return the layout of a tensor, which is contiguous unless it has a `stride`. Since 2.5."""
+    """Return the layout of a DTensor, which is contiguous unless a `stride` is given. Since 2.5."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride or strides_of(shape), dtype))
 
 
 def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool = False) -> Any:
-    """Wrap this rank's part in a subclass of DTensor, without autograd and without communication. Since 2.5."""
+    """Create a DTensor of class `kind` from this rank's part, without autograd or communication. Since 2.5."""
     return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
 
 
@@ -147,14 +147,14 @@ def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> De
 
 
 def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Join the axes of several slices of one mesh, or raise `RuntimeError` if they are not its slices. Since 2.9."""
+    """Join slices of one mesh into a mesh with all of their axes, or raise `RuntimeError`. Since 2.9."""
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise RuntimeError("a mesh to join has an axis without a name")
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """Return part of a mesh as a single axis, and register it under that name in the root mesh.
+    """Return a mesh with all its axes flattened into one, and register the result under a name in the root mesh.
 
     All ranks must call this. Since 2.4.
     """
@@ -162,12 +162,12 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 
 
 def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
-    """Return memory as a tensor of a subclass, bypassing a constructor that may need more arguments. Since 2.0."""
+    """Return `data` as a tensor of class `kind`, bypassing a constructor that may need more arguments. Since 2.0."""
     return torch.Tensor._make_subclass(kind, data, requires_grad)
 
 
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
-    """Return whether a tensor class has a custom dispatch, so it may wrap tensors unknown to sharding. Since 2.0."""
+    """Return whether a tensor class has its own dispatch and may thus wrap tensors unknown to sharding. Since 2.0."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
@@ -177,7 +177,7 @@ def writes(kernel: Kernel) -> bool:
 
 
 def is_view(kernel: Kernel) -> bool:
-    """Return whether a kernel returns a view of memory passed to it. Since 2.0."""
+    """Return whether a kernel returns a view of one of its arguments. Since 2.0."""
     return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
 
 
@@ -250,21 +250,21 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def count_for_debugging(operation: str) -> None:
-    """Let `CommDebugMode` count a collective, by its name in `torch.ops`, that torch does not run.
+    """Let `CommDebugMode` count a collective that torch itself does not run. `operation` is its name in `torch.ops`.
 
-    Otherwise it would report no communication for CPU ranks, which share memory or send messages. Since 2.5.
+    Otherwise, the mode would miss the communication of CPU ranks, which share memory or send messages. Since 2.5.
     """
     for mode in _counters():
         mode.__torch_dispatch__(_Collective(attrgetter(operation)(torch.ops)), ())
 
 
 def uncounted() -> AbstractContextManager[object]:
-    """Keep `CommDebugMode` from counting messages of a few bytes that only coordinate ranks. Since 2.0."""
+    """Return a context in which `CommDebugMode` does not count small messages that only coordinate ranks. Since 2.0."""
     return _python_dispatch._disable_current_modes() if _counters() else nullcontext()
 
 
 class _Collective:
-    """A stand-in for a kernel that reports work done elsewhere to `CommDebugMode`."""
+    """A stand-in for a kernel, which `CommDebugMode` counts as if the kernel had run."""
 
     def __init__(self, packet: Any) -> None:
         self._overloadpacket = packet
@@ -276,7 +276,7 @@ class _Collective:
 
 
 def _counters() -> list[Any]:
-    """Return the `CommDebugMode` instances that are active. Since 2.5."""
+    """Return the active `CommDebugMode` instances. Since 2.5."""
     tools = sys.modules.get("torch.distributed.tensor.debug")  # its import takes a second
     if tools is None or not torch._C._len_torch_dispatch_stack():
         return []
@@ -284,7 +284,7 @@ def _counters() -> list[Any]:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend that communicates a device's tensors, or None in a group written in Python. Since 2.0."""
+    """Return the backend that a group uses for a device, or None if the group is written in Python. Since 2.0."""
     try:
         return group._get_backend(device)
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""Waits of this process for other ranks, and the errors raised when those ranks do not arrive.
+"""Contexts for waiting for other ranks, and the errors raised when those ranks do not arrive.
 
 torch's own errors name a socket or a communicator. `Waiting` converts them to errors that name the rank, the operation
-and the step. `PROGRESS` records each wait while it lasts. A `Watcher` installed there can find out which rank is
-missing and end the wait.
+and the step. `PROGRESS` records each wait while it lasts. A `Watcher` installed in `PROGRESS` can find out which rank
+is missing and end the wait.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _STEP_HINT = "check whether another rank failed first, had fewer batches, or too
 
 
 class Watcher:
-    """Base class for objects that follow the waits of this process. By default, its methods do nothing."""
+    """Base class for objects that observe this process's waits for other ranks. By default, its methods do nothing."""
 
     def joining(self) -> AbstractContextManager[None]:
         """Return a context that is active while this process waits for all ranks to start."""
         return nullcontext()
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        """Watch process groups in which this process may wait for operations on this device."""
+        """Start watching process groups in which this process may wait for operations on a device."""
 
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
-        """Run when an error on this rank ends an operation that the ranks of these groups perform together."""
+        """Handle an error on this rank that has ended a joint operation of the ranks in these groups."""
 
     def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Run before the ranks of a group gather a full tensor on a device. Raise an error to prevent it."""
+        """Run before the ranks of a group gather a full tensor on a device. Raise an error to prevent the gather."""
 
     def explain(self, error: BaseException) -> None:
-        """Record the error behind failures that were reported without one."""
+        """Record the error that caused failures which `failed` reported without an error."""
 
     def reason(self, error: RuntimeError) -> object:
         """Return the reason why a wait ended in an error from torch, or the error itself if no reason is known."""
@@ -51,15 +51,15 @@ class ProgressRecord:
     """The current wait of this process, or its most recent one.
 
     Attributes:
-        moves: how often a wait has begun or ended.
-        what: describes the wait; empty before the first one.
+        moves: the number of times that a wait has begun or ended.
+        what: a description of the wait; empty before the first wait.
         step: the step of this process, counted from 1.
         is_patient: whether the wait may take long, as when ranks are compared or a checkpoint is saved.
         groups: the process groups in which this process waits.
-        waited: how many seconds this process has waited in total.
-        given_up: why the wait will end without the other ranks; empty if it will not.
-        limit: the longest time in seconds that a wait may take, if the script has set one.
-        tell: called after a wait has begun or ended.
+        waited: the total time in seconds that this process has spent waiting.
+        given_up: the reason why this process will stop waiting for the other ranks; empty if it will not.
+        limit: the longest time in seconds that a wait may take, or None if the script has not set a limit.
+        tell: a function that is called after a wait has begun or ended.
     """
 
     moves: int = 0
@@ -76,7 +76,7 @@ class ProgressRecord:
     _entered: float = 0.0
 
     def enter(self, what: str, step: int | None = None, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        """Begin a wait for other ranks. Without a `step`, the wait belongs to no step and may take long."""
+        """Record the start of a wait. Without `step`, the wait is not part of a training step and may take long."""
         if not self.is_waiting:
             self._entered = time.monotonic()
         self.what, self.groups, self.is_waiting, self.is_patient = what, groups, True, step is None
@@ -88,7 +88,7 @@ class ProgressRecord:
             self.tell()
 
     def leave(self) -> None:
-        """End the wait."""
+        """Record the end of the wait."""
         if self.is_waiting:
             self.waited += time.monotonic() - self._entered
         self.groups, self.is_waiting = (), False
@@ -102,13 +102,13 @@ PROGRESS = ProgressRecord()
 
 
 class Waiting:
-    """A context that waits for other ranks, and notifies the watcher if the wait fails.
+    """A context in which this rank waits for other ranks. It notifies the watcher if the wait fails.
 
     An error from torch becomes a `CommunicationError`. Out-of-memory errors pass unchanged to code that catches them.
 
     Attributes:
-        step: the step of this process, counted from 1. None if the wait belongs to no step; it may then take long, and
-            is not recorded unless it is in the main thread.
+        step: the step of this process, counted from 1. None if the wait is not part of a step. Such a wait may take
+            long, and is recorded only in the main thread.
     """
 
     __slots__ = ("_groups", "_what", "step")
@@ -137,10 +137,10 @@ class Waiting:
 
 
 def waiting_for_all(what: str) -> Waiting:
-    """Return a wait in the default group that belongs to no step."""
+    """Return a context for waiting for all ranks outside a step."""
     return Waiting(what, [dist.group.WORLD])
 
 
 def waiting_in_step(what: str, groups: Iterable[dist.ProcessGroup]) -> Waiting:
-    """Return a wait in these groups that is part of the current step."""
+    """Return a context for waiting in these groups as part of the current step."""
     return Waiting(what, groups, PROGRESS.step or None)

@@ -1,1 +1,1 @@
-"""The schema of all settings and the readers that translate other dialects into it. It does not import torch."""
+"""The schema of all settings, and readers for settings of other libraries. This package does not import torch."""
