@@ -1,4 +1,4 @@
-"""The entry point: turn modules into units, in place. `fully_shard` has the signature of torch's function."""
+"""`fully_shard`, which turns modules into units, in place. It has the signature of torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Make `module` a unit in place: shard its parameters, except the parameters of units inside it.
+    """Make `module` a unit, in place: shard all its parameters that do not belong to units inside it.
 
     Call it on inner modules first and on the model last. Parameters on the meta device stay there until
     `model.to_empty(device=)` or `load_state_dict`. After `to_empty`, they are NaN until they are initialised.
@@ -51,13 +51,14 @@ def fully_shard(
         module: the module, or a list of modules that are unsharded together.
         mesh: a 1-D mesh shards over all its ranks; a 2-D mesh is (replicate, shard). Default: 1-D over all ranks.
         reshard_after_forward: whether to free the unsharded parameters between forward and backward. Default: True, but
-            False for the outermost unit, because backward needs it immediately. An integer n keeps the parameters
-            sharded over groups of n neighbouring ranks until backward. It must divide the size of the shard axis: 1
-            means False, the full size means True. If ranks of a host share memory, n means True: unsharding costs
-            nothing.
-        shard_placement_fn: torch's way to shard along another dim, called for each parameter. If it returns `Shard(0)`,
-            each rank gets the same rows as in torch's `fully_shard`, at the cost of a separate gather and reduction per
-            such parameter. For None and other dims, each rank gets an interval. Another mesh is an error.
+            False for the outermost unit, because backward needs it immediately. With an integer n, groups of n
+            neighbouring ranks keep the parameters sharded among themselves until backward. n must divide the size of
+            the shard axis: 1 means False, the full size means True. If ranks of a host share memory, n means True:
+            unsharding costs nothing.
+        shard_placement_fn: a function that, as in torch, is called for each parameter and may return a placement. If it
+            returns `Shard(0)`, each rank gets the same rows as in torch's `fully_shard`, but each such parameter needs
+            a separate gather and reduction. For None and other dims, each rank gets an interval. Another mesh is an
+            error.
         mp_policy: a `MixedPrecisionPolicy` from fullshard or torch.
         offload_policy: an `OffloadPolicy` or `CPUOffloadPolicy` from fullshard or torch.
         ignored_params: parameters that are neither sharded nor reduced.
@@ -70,9 +71,9 @@ def fully_shard(
 
     Raises:
         ConfigError: An argument is not supported.
-        WrapError: A module is already a unit, has no parameters where some are required, has a parameter that is tied
-            to one in another unit, has a parameter of a tensor subclass that wraps other tensors and does not define
-            how it is gathered, or has a DTensor parameter that is not over another axis of the same mesh.
+        WrapError: A module is already a unit, or has no parameters where some are required. Or a parameter is tied to
+            one in another unit, is of a tensor subclass that wraps other tensors and does not define how it is
+            gathered, or is a DTensor that is not over another axis of the same mesh.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, mesh, shard_placement_fn)
@@ -121,9 +122,9 @@ def make_unit(
     values: Values | None = None,
     prefix: str = "FSDP",
 ) -> Unit:
-    """Make a unit from parameters that are already on the device that computes with them.
+    """Make a unit from parameters that are already on the device where the unit will compute.
 
-    `values` supplies values that the parameters do not hold. `prefix` precedes the class names of the modules.
+    `values` supplies the values of parameters without memory. `prefix` precedes the class names of the modules.
     """
     unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, frees_after_forward=frees_after_forward)
     if values is not None or not any(postpones(unit) for postpones in schedule.extensions.postpones):
@@ -134,12 +135,12 @@ def make_unit(
 
 
 def units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the units among `modules` and the modules inside them."""
+    """Return those of `modules`, and of the modules inside them, that are units."""
     return [inner for module in modules for inner in module.modules() if unit_of(inner) is not None]
 
 
 def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: object) -> None:
-    """Check the arguments. An empty list of modules is an error, because there would be no unit."""
+    """Check the types of the arguments. An empty list of modules is an error, because there would be no unit."""
     others = [one for one in modules if not isinstance(one, nn.Module)]
     if others or not modules:
         found = type(others[0]).__name__ if others else "an empty list"
@@ -157,7 +158,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
 
 
 def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
-    """Return the parameters to ignore. Reject names, and a single tensor, which would be iterated row by row."""
+    """Return the parameters to ignore. Reject names and single tensors; a tensor would be iterated row by row."""
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
         what = f"one {type(parameters).__name__}"
     else:
@@ -173,9 +174,9 @@ def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
 
 
 def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Reject `units` with parameters that nothing would unshard, and warn about sparse gradients that become dense.
+    """Reject `units` that cannot unshard their parameters. Warn about sparse gradients that will become dense.
 
-    `root` is the model or part of it.
+    `root` is the model, or the part of it that contains these units.
     """
     for module in units:
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
@@ -206,7 +207,7 @@ def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
 
 
 def check_not_managed(plans: Iterable[UnitPlan]) -> None:
-    """Reject parameters that another unit already owns."""
+    """Raise an error if another unit already owns one of the parameters."""
     for slot in (slot for plan in plans for slot in plan.slots):
         held: Any = slot.parameter
         sharded = stands_for(held)
@@ -231,7 +232,7 @@ def check_not_managed(plans: Iterable[UnitPlan]) -> None:
 
 
 def _data_axes(mesh: object, dims: Any) -> DataAxes | None:
-    """Return the mesh and its axes that `dims` names, or None without `dims`."""
+    """Return the mesh and the positions of the axes that `dims` names, or None if `dims` is None."""
     if dims is None or not isinstance(mesh, DeviceMesh):
         return None
     names = list(mesh.mesh_dim_names or ())
@@ -239,7 +240,7 @@ def _data_axes(mesh: object, dims: Any) -> DataAxes | None:
 
 
 def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:
-    """Record which parameters to cut between rows. Ignore other dims, and reject other meshes."""
+    """Record which parameters are to be cut by rows. Ignore placements on other dims, and reject other meshes."""
     for slot in plan.slots:
         wanted = shard_placement_fn(slot.parameter)
         is_shard = isinstance(wanted, Shard)
@@ -262,7 +263,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
 
 
 def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None, int | None]:
-    """Return whether to free parameters after forward, and how many neighbouring ranks share them until backward."""
+    """Return whether to free parameters after forward, and how many neighbours share them until backward, if any."""
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int) or value < 1 or shard_size % value:
@@ -275,9 +276,9 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
 
 
 def _data_parallel(device_mesh: Any, dims: Any) -> Mesh:
-    """Return the mesh of the data-parallel axes of `device_mesh`. All its ranks must call this.
+    """Return a mesh of the data-parallel axes of `device_mesh`. All ranks of `device_mesh` must call this.
 
-    Several shard axes, or several replicate axes, are combined into one.
+    Several shard axes are combined into one, and so are several replicate axes.
     """
     names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
     wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]

@@ -6,7 +6,7 @@
     accumulate_early    add to earlier micro-batches, if nothing else remains to do   when it has arrived
     finish              add to the main gradient, which is published as `.grad`       at the end of backward
 
-`core.dtypes` defines the dtype of each.
+`core.dtypes` defines the dtype of the gradients in each step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Gradient:
     """The gradients of a trainable bucket. In this class, `main` is the main gradient, not the main weights.
 
-    Callers of `launch`, `advance` and `finish` must have disabled autograd.
+    Autograd must be disabled when `launch`, `advance` and `finish` are called.
     """
 
     def __init__(
@@ -49,13 +49,14 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the unsharded gradient in bytes in `dtype`. It may be collected in a narrower dtype."""
+        """Return the size of the unsharded gradient in bytes, counted in the dtype of the reduction."""
         return self._bucket.layout.full_numel * self.dtype.itemsize
 
     def launch(self) -> None:
-        """Reduce the collected gradients, with zeros for unused ones so that every rank reduces the same shape.
+        """Launch the reduction of the collected gradients, with zeros for parameters that were not used.
 
-        The caller must have advanced any earlier reduction of the same backward.
+        The zeros give the reduction the same shape on every rank. If the bucket has already been reduced in this
+        backward, the caller must have advanced that reduction.
         """
         self.main.check_whole()
         full = self.unsharded.hand_over()
@@ -70,7 +71,7 @@ class Gradient:
 
     @property
     def keeps_unreduced(self) -> bool:
-        """Return whether an earlier backward left gradients here that are not yet reduced along both axes."""
+        """Return whether an earlier backward left gradients in this bucket that are not reduced along both axes."""
         return self.unsharded.is_kept or self._held is not None
 
     @property
@@ -80,13 +81,13 @@ class Gradient:
 
     @property
     def is_arriving(self) -> bool:
-        """Return whether `finish` must wait for ranks, a copy or a hook. If not, the advanced result is ready."""
+        """Return whether `finish` would have to wait for other ranks, for a copy or for a hook."""
         bucket = self._bucket
         goes_on = bucket.mesh.replicate_size > 1 or self._is_away or bucket.reduction.hook is not None
         return self._reducing is not None or (goes_on and self._replicating is not None)
 
     def advance(self) -> None:
-        """Start the reduction along the replicate axis, after the reduction along the shard axis has ended."""
+        """Wait for the reduction along the shard axis, and start the one along the replicate axis."""
         if self._reducing is None:
             return
         shard, self._reducing = self._reducing.wait(), None  # this frees the unsharded gradient's memory
@@ -105,10 +106,10 @@ class Gradient:
 
     @property
     def adds_early(self) -> bool:
-        """Return whether a main gradient exists and the new gradient only needs to be added to it.
+        """Return whether a main gradient exists and new gradients can be added to it before the end of backward.
 
-        This is never so on the host: it would have to wait for a copy and compute the sum while it still has to launch
-        the rest of backward.
+        This is never the case with gradients on the host: the host would have to wait for a copy and compute the sum
+        while it still has to launch the rest of backward.
         """
         if self.main.tensor is None:
             return False
@@ -117,14 +118,14 @@ class Gradient:
     def accumulate_early(self) -> None:
         """Add gradients that are reduced along both axes to the main gradient, to free their memory early.
 
-        Call this only if it `adds_early`. It has no effect unless every `.grad` is still part of the main gradient.
+        Call this only if `adds_early` is true. It does nothing if any `.grad` is no longer part of the main gradient.
         """
         self.advance()
         if self._replicating is not None and self.main.is_untouched:
             self.main.add_early(self._arrive(self._replicating))
 
     def _arrive(self, replicating: Work) -> torch.Tensor:
-        """Return the gradient of one backward, reduced along both axes in one reduction or in two."""
+        """Return the gradient of one backward, reduced along both axes. Add an earlier reduction, if there was one."""
         shard, self._replicating = replicating.wait(), None
         if self._earlier is not None:
             shard.add_(self._earlier)
@@ -132,10 +133,10 @@ class Gradient:
         return shard
 
     def finish(self, used: bytearray) -> bool:
-        """Wait for the reduction and publish it. Return False if there is none.
+        """Wait for the reduction and publish the result. Return False if there is nothing to publish.
 
-        `used` flags the parameters that got a gradient on any rank. The `.grad` of the others does not change. The
-        caller must then discard its record of used parameters.
+        `used` has a flag for each parameter, set if it got a gradient on any rank. The `.grad` of other parameters does
+        not change. After this, the caller must discard its record of used parameters.
         """
         self.advance()
         if self.main.is_ahead:
@@ -150,9 +151,9 @@ class Gradient:
         return True
 
     def reset(self) -> None:
-        """Discard all gradients that are collected, in progress or kept from all-reduces, after a failed backward.
+        """Discard all gradients of a failed backward, and those that earlier backwards have kept without reducing them.
 
-        Each published `.grad` stays; see `MainGradient.reset`.
+        Every `.grad` that is published already stays; see `MainGradient.reset`.
         """
         for work in (self._reducing, self._replicating):
             if work is not None:

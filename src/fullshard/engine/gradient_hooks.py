@@ -1,8 +1,8 @@
 """Hooks that notify a unit when autograd has produced the gradients of its parameters.
 
-A hook on each original parameter runs once autograd has added up all uses of the parameter, and collects the gradient.
-Hooks hold no strong references: autograd stores them where Python's garbage collector cannot find them, so a strong
-reference would leak the model.
+Each original parameter has a hook that runs when autograd has added up the gradients from all uses of the parameter,
+and collects the sum. Hooks hold no strong references: autograd stores them where Python's garbage collector cannot find
+them, so a strong reference would leak the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GradientHooks:
                 self._own.append(own.id)
 
     def stay_last(self) -> None:
-        """Move the engine's hooks behind hooks that forward has registered, which may change gradients."""
+        """Make the engine's hooks run after hooks that were registered during forward and may change gradients."""
         if sum(map(len, self._hooks)) <= len(self._hooks):  # there are no others
             return
         for hooks, own in zip(self._hooks, self._own, strict=True):

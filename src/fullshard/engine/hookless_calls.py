@@ -1,7 +1,7 @@
-"""Track calls without a post-backward hook, and the models that take part in the backward in progress.
+"""Track calls without a post-backward hook, and the models that take part in the current backward.
 
-If backward computes no gradient for any input of a call, nothing shows that it has left the call, and this may happen
-on some ranks only. The other ranks free the unit at this point, reduce its gradients, and gather again for an earlier
+If backward computes no gradient for any input of a call, no hook signals that it has left the call. This may be so on
+some ranks only. The other ranks free the unit at this point, reduce its gradients, and gather again for an earlier
 call. They would wait forever for the ranks that do not. Therefore, whenever backward reaches a call of any model, this
 module ends the calls that backward must have left by then.
 """
@@ -24,8 +24,8 @@ class HooklessCalls:
 
     Attributes:
         units: the units of the model.
-        backward: torch's number of the backward in progress, if it has reached the model; -1 for an end outside
-            backward.
+        backward: torch's number for the current backward if it has reached the model, otherwise None; -1 if gradients
+            are reduced outside any backward.
     """
 
     def __init__(self) -> None:
@@ -35,23 +35,23 @@ class HooklessCalls:
         _models.add(weakref.ref(self, _models.discard))
 
     def begin(self) -> None:
-        """Begin a backward that has reached the model."""
+        """Record that the current backward has reached the model."""
         self.backward = torch_private.backward_under_way()
 
     def end(self) -> None:
-        """End the backward or abandon it."""
+        """Record that the backward has ended or was abandoned."""
         self.backward = None
         self._calls.clear()
 
     def reach(self, unit: Unit, call: Call) -> None:
-        """End the calls that backward has left, before its next call, `call` of `unit`, gathers anything."""
+        """End the calls that backward has left. Do this before `call` of `unit`, which is next, gathers anything."""
         self.leave(after=call.number)
         call.reach()
         if not call.inputs_left:  # other calls end on their own, perhaps later if autograd has several queues
             self._calls[call] = unit
 
     def leave(self, *, after: int) -> None:
-        """End calls of any model with numbers above `after`. With -1, end all, because backward is over."""
+        """End the calls of all models that have numbers above `after`, or all calls if `after` is -1."""
         models = [self, *self._others()]
         left = {call: model for model in models for call in model._calls if call.number > after}
         if left:
@@ -61,9 +61,9 @@ class HooklessCalls:
     def leave_before_recompute() -> None:
         """End calls that backward has left, before a recomputation gathers anything.
 
-        Calls in the recomputation get higher numbers than all earlier ones, so the node that backward is running
-        decides which calls to end. A backward inside the recomputation (nested reentrant checkpoints) does not always
-        run in the same thread as the calls of that forward.
+        The calls of the recomputation get higher numbers than all earlier calls. Therefore the autograd node that is
+        running decides which calls to end. A backward inside the recomputation (nested reentrant checkpoints) does not
+        always run in the same thread as the calls of that forward.
         """
         node, backward = torch_private.node_under_way(), torch_private.backward_under_way()
         if node is not None:
@@ -81,7 +81,7 @@ class HooklessCalls:
                 unit.reduce_if_left()
 
     def finish_others(self) -> None:
-        """Free units that other models have unsharded, because ranks that have freed theirs wait for this rank."""
+        """Free the unsharded units of other models in this backward. Ranks that have already done so are waiting."""
         for other in self._others():
             for unit in other.units:
                 unit.finish_backward()

@@ -1,7 +1,7 @@
-"""Kinds of parameters, and their buckets: what the engine must find out about a parameter before sharding it.
+"""Kinds of parameters, each of which defines how parameters of that kind are checked, stored and sharded.
 
-A feature subclasses `ParameterKind` and registers an instance. The first registered kind that accepts a parameter
-becomes its kind. A parameter that no kind accepts is a plain parameter.
+A feature subclasses `ParameterKind` and registers an instance. The kind of a parameter is the first registered kind
+that accepts it. A parameter that no kind accepts is a plain parameter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class ParameterKind:
-    """Defines how parameters of one kind are sharded. This class handles plain parameters; subclasses override it.
+    """Defines how parameters of one kind are sharded. This base class does so for plain parameters.
 
     Attributes:
-        bucket_type: the class of their buckets; None means `Bucket`.
-        is_alone: whether each parameter has a separate bucket, which is split between rows.
+        bucket_type: the class of buckets for these parameters; None means `Bucket`.
+        is_alone: whether each parameter needs its own bucket, in which each rank owns complete rows.
         is_exact: whether the bytes have a special meaning, so that they are never cast or used in arithmetic.
-        is_packed: whether the bucket may round the values that it sends.
+        is_packed: whether the bucket may send rounded values.
         why_no_cast: why sharded parameters cannot be cast to another dtype; empty if they can.
     """
 
@@ -51,42 +51,42 @@ class ParameterKind:
     # -- before parameters are sharded --------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
-        """Turn all tensors that must be sharded into parameters, before a model is divided into units.
+        """Turn all tensors that must be sharded into parameters, before the model is divided into units.
 
-        `is_read_later` means that tensors on the meta device get their values from files, each rank reading its part.
+        If `is_read_later` is set, each rank will later read its part of the tensors on the meta device from files.
         """
 
     def why_not(self, parameter: torch.Tensor) -> str:
-        """Return why a parameter cannot be sharded, or "" if it can."""
+        """Return the reason why a parameter cannot be sharded, or "" if it can be."""
         if not torch_private.has_own_dispatch(type(parameter)):
             return ""
         return "wraps other tensors, and forward would keep using these whatever the optimizer does"
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Check parameters of this kind against the mesh over which they will be sharded.
+        """Raise an error if the parameters of this kind cannot be sharded over the mesh.
 
         `roots` are the modules that contain them. `data` is a larger mesh with its data axes, if the script names them.
         """
 
     def why_no_rows(self, slot: Slot) -> str:
-        """Return why a parameter cannot be cut between rows (`Shard(0)`), or "" if it can."""
+        """Return the reason why a parameter cannot be cut by rows (`Shard(0)`), or "" if it can be."""
         return ""
 
     def place(self, module: nn.Module, device: torch.device) -> None:
-        """Move tensors that belong to the parameters of a module, but are not parameters, to the device."""
+        """Move tensors that belong to a module's parameters, but are not parameters themselves, to the device."""
 
     # -- a parameter's memory -----------------------------------------------------------------------------------
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of a parameter that this rank shards, without autograd."""
+        """Return the plain tensor behind a parameter, detached from autograd. This rank shards it."""
         return parameter.detach()
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Give a parameter new memory, possibly of another dtype. The object stays the same."""
+        """Give a parameter the memory of `plain`, possibly with another dtype. The object stays the same."""
         parameter.data = plain
 
     def like(self, parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same type as `parameter` that contains `plain`."""
+        """Return a tensor of the same type as `parameter`, with the values of `plain`."""
         return plain
 
     def tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -94,9 +94,9 @@ class ParameterKind:
         return [self.plain(parameter)]
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        """Move a parameter to another device and return it.
+        """Return a parameter that has been moved to another device.
 
-        The object stays the same unless torch cannot move it in place, as with some plug-in devices.
+        It is the same object unless torch cannot move it in place, as with some plug-in devices.
         """
         plain = self.plain(parameter)
         data = plain.to(device)
@@ -111,11 +111,11 @@ class ParameterKind:
         return moved
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter without memory, from which a unit can make its buckets when it leaves the meta device."""
+        """Return a meta-device copy of a parameter, from which a unit can later make its buckets."""
         return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        """Copy this rank's part of a parameter that shares its unit with parameters on the meta device."""
+        """Return a copy of this rank's part of a parameter that shares a unit with parameters on the meta device."""
         own = self.plain(parameter).reshape(-1)[spec.interval.start : spec.interval.stop]
         return own.to(spec.mesh.device, copy=True)
 
@@ -124,11 +124,11 @@ class ParameterKind:
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec, still without a name, of a parameter. This rank shards a tensor of `shape`."""
+        """Return the spec of a parameter, which does not have a name yet. This rank shards a tensor of `shape`."""
         return (RowSpec if slot.by_rows else ShardSpec)(mesh, shape, placement, Name(), reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return a function that converts autograd's gradient to the gradient of `plain`, or None if they are equal."""
+        """Return a function that converts autograd's gradient to that of `plain`, or None if the two are equal."""
         return None
 
 
@@ -138,24 +138,24 @@ _registered: list[ParameterKind] = []
 
 
 def register_kinds(*kinds: ParameterKind, first: bool = False) -> None:
-    """Register kinds for parameters sharded from now on, after the existing kinds, or before them if `first`."""
+    """Register kinds for parameters sharded from now on. They are tried after existing kinds, or before if `first`."""
     place = 0 if first else len(_registered)
     _registered[place:place] = kinds
 
 
 def kind_of(tensor: torch.Tensor, *, beneath: ParameterKind | None = None) -> ParameterKind:
-    """Return the kind that accepts a parameter or buffer. Skip the kind `beneath`, if there is one."""
+    """Return the first kind that accepts a parameter or buffer, not counting the kind `beneath`."""
     return next((kind for kind in _registered if kind is not beneath and kind.takes(tensor)), _PLAIN)
 
 
 def prepare(model: nn.Module, *, is_read_later: bool = False) -> None:
-    """Let each kind prepare a model, as described in `ParameterKind.prepare`."""
+    """Call `ParameterKind.prepare` of every registered kind on a model."""
     for kind in _registered:
         kind.prepare(model, is_read_later=is_read_later)
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Let each kind move its tensors in a module to the device, as described in `ParameterKind.place`."""
+    """Call `ParameterKind.place` of every registered kind, to move tensors of a module to the device."""
     for kind in _registered:
         kind.place(module, device)
 
@@ -163,14 +163,14 @@ def place(module: nn.Module, device: torch.device) -> None:
 def check_kinds(
     plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None = None
 ) -> None:
-    """Let each kind check the parameters that it accepts against the mesh, as in `ParameterKind.check`."""
+    """Call `ParameterKind.check` of every registered kind with the parameters that it accepts."""
     slots = [slot for plan in plans for slot in plan.slots]
     for kind in _registered:
         kind.check([slot for slot in slots if kind_of(slot.parameter) is kind], roots, mesh, data)
 
 
 def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
-    """Check that every parameter owns its memory: a unit hands it to the bucket and later takes it back."""
+    """Raise an error if a parameter is of a type that cannot be sharded or wants a gradient of another dtype."""
     slots = [slot for plan in plans for slot in plan.slots]
     for slot in slots:
         wanted = getattr(slot.parameter, "grad_dtype", None)  # since torch 2.10
@@ -188,5 +188,5 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
 
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that a wrapper class wraps, keyed by the attribute names in that class."""
+    """Return the tensors inside a tensor of a wrapper subclass, keyed by their attribute names."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}

@@ -1,4 +1,4 @@
-"""Find the unit of a module, the units of a model, and the names of modules."""
+"""Functions that find the unit of a module, the units of a model, and the names of modules."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ UNIT = "_fullshard_unit"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit for `module`, or None if it is not a unit."""
+    """Return the unit of `module`, or None if the module is not a unit."""
     return module.__dict__.get(UNIT)
 
 
 def require_unit(module: Any) -> Unit:
-    """Return the unit for `module`. Raise `LifecycleError` if it is not a unit."""
+    """Return the unit of `module`. Raise `LifecycleError` if the module is not a unit."""
     unit = unit_of(module)
     if unit is None:
         raise LifecycleError(f"{type(module).__name__} is not a unit", hint="call fully_shard on it first")
@@ -53,17 +53,17 @@ def require_units(model: nn.Module) -> list[Unit]:
 
 
 def refuse_pinned(units: Iterable[Unit], what: str, hint: str) -> None:
-    """Raise `LifecycleError` for an action that is impossible while a unit is pinned unsharded."""
+    """Raise `LifecycleError` if a unit is pinned unsharded, because the action `what` is then impossible."""
     pinned = next((unit for unit in units if unit.is_pinned), None)
     if pinned is not None:
         raise LifecycleError(f"{what} while unit {pinned.name!r} is kept unsharded", hint=hint)
 
 
 def clean_name(path: str) -> str:
-    """Return a module path without the parts added by torch's wrappers."""
+    """Return a module path without the components that torch's wrappers add."""
     return ".".join(part for part in path.split(".") if part not in torch_private.WRAPPERS)
 
 
 def qualified(path: str, attribute: str) -> str:
-    """Return `path.attribute`, or only the attribute for the root."""
+    """Return `path.attribute`, or only `attribute` if the path is empty because the module is the root."""
     return f"{path}.{attribute}" if path else attribute

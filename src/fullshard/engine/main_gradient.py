@@ -1,7 +1,7 @@
 """The main gradient of a bucket: this rank's interval of the sum over micro-batches, published as `.grad`.
 
-The `.grad` of each sharded parameter is a view of it, so one addition adds another micro-batch to all of them. As with
-any parameter, a script may clear, scale or replace a `.grad`. The next micro-batch is added to the result.
+The `.grad` of each sharded parameter is a view of the main gradient, so one addition adds a micro-batch to all of them.
+As with any parameter, a script may clear, scale or replace a `.grad`. The next micro-batch is added to the result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fullshard.engine.unsharded_gradient import Cut
 
 
 def _are_there(grads: Iterable[torch.Tensor | None]) -> Iterator[bool]:
-    """Yield whether each gradient exists, without running Python bytecode for each one."""
+    """Yield for each gradient whether it is not None, without running Python bytecode for each one."""
     return map(operator.is_not, grads, itertools.repeat(None))
 
 
 def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the number of in-place changes of each gradient."""
+    """Return the version counter of each gradient, or 0 where there is no gradient."""
     return [0 if grad is None else grad._version for grad in grads]
 
 
@@ -33,8 +33,8 @@ class MainGradient:
     """The main gradient of one bucket.
 
     Attributes:
-        tensor: shape (S,), in the wider of the dtype of the sum and the stored dtype; None if there is none.
-        is_ahead: whether a backward that has not ended has added something to it.
+        tensor: shape (S,), in the wider of the sum's dtype and the stored dtype; None if there is no gradient.
+        is_ahead: whether the tensor includes gradients of a backward that has not ended yet.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter]) -> None:
@@ -52,22 +52,22 @@ class MainGradient:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in the tensor, or 0 if there is none."""
+        """Return the size of the tensor in bytes, or 0 if there is none."""
         return 0 if self.tensor is None else self.tensor.nbytes
 
     @property
     def is_untouched(self) -> bool:
-        """Return whether each `.grad` is as it was last published, so that only this object holds its value."""
+        """Return whether the script has left every `.grad` as it was published."""
         return self._are_untouched(local_gradients(self._parameters))
 
     def add_early(self, shard: torch.Tensor) -> None:
-        """Add a sum of the backward in progress while no `.grad` has changed. `publish_early` follows at its end."""
+        """Add a sum of gradients before backward has ended. At its end, `publish_early` must be called."""
         assert self.tensor is not None  # noqa: S101 -- it is untouched
         self.tensor.add_(shard)
         self.is_ahead = True
 
     def publish_early(self, used: bytearray) -> None:
-        """Publish the result of `add_early`. Raise an error if a `.grad` has changed since `add_early` ran."""
+        """Publish the result of `add_early` at the end of backward. Raise an error if the script changed a `.grad`."""
         self.is_ahead = False
         grads = local_gradients(self._parameters)
         if not self._are_untouched(grads):
@@ -82,8 +82,8 @@ class MainGradient:
         """Add `shard` to the main gradient and publish the result.
 
         If the script has changed or replaced a `.grad`, start a new main gradient from the current values. `shard`,
-        shape (S,), may become the main gradient itself. `used` flags the parameters that got a gradient on any rank.
-        The `.grad` of the others does not change.
+        shape (S,), may become the main gradient itself. `used` has a flag for each parameter, set if it got a gradient
+        on any rank. The `.grad` of other parameters does not change.
         """
         shard = shard.to(self._dtype)
         grads = local_gradients(self._parameters)
@@ -99,7 +99,7 @@ class MainGradient:
         self._publish(grads, used)
 
     def _publish(self, grads: list[torch.Tensor | None], used: bytearray) -> None:
-        """Publish the main gradient as the `.grad` of the sharded parameters. `grads` are the current ones."""
+        """Publish the main gradient as the `.grad` of each sharded parameter. `grads` are the present ones."""
         assert self.tensor is not None  # noqa: S101 -- something was added to it, or became it
         self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
         watch = self._spec.reduction.watch
@@ -120,13 +120,13 @@ class MainGradient:
             self._versions = _versions(published)
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
-        """Return the tensor, shape (S,), behind `.grad`s `first` to `last`, or None if not all are views of it."""
+        """Return the tensor, shape (S,), that `.grad`s `first` to `last` are views of, or None if one is not."""
         published = self._published[first : last + 1]
         grads = local_gradients(self._parameters[first : last + 1])
         return self._rounded if all(_are_there(published)) and are_same(grads, published) else None
 
     def _are_untouched(self, grads: list[torch.Tensor | None]) -> bool:
-        """Return whether the `.grad` tensors are ours and, if they are rounded copies, unchanged."""
+        """Return whether the `.grad` tensors are those published last and, if they are rounded copies, unchanged."""
         if not are_same(grads, self._published) or not any(_are_there(grads)):
             return False
         return self._dtype == self._spec.dtype or _versions(grads) == self._versions
@@ -134,14 +134,14 @@ class MainGradient:
     def release_if_cleared(self) -> None:
         """Free the memory once the script has set every `.grad` to None.
 
-        Do not free it while a backward adds to it; `publish_early` then reports what the script has done.
+        The memory is kept while a backward adds to it. `publish_early` then reports what the script has done.
         """
         if self.tensor is not None and not self.is_ahead and not self._has_any():
             self.tensor = self._rounded = None
             self._published, self._versions = [], []
 
     def _has_any(self) -> bool:
-        """Return whether any parameter has a gradient. Check the one that had a gradient last time first."""
+        """Return whether any parameter has a gradient. To be fast, start with the one that had a gradient last time."""
         number = len(self._parameters)
         for index in range(self._found, self._found - number, -1):  # once around
             if self._parameters[index].local_grad is not None:
@@ -150,12 +150,12 @@ class MainGradient:
         return False
 
     def reset(self) -> None:
-        """Record that a backward failed. If it has added a partial sum, `check_whole` raises an error later."""
+        """Record that a backward failed. If part of its gradients was added, `check_whole` will raise an error."""
         if self.is_ahead:
             self._torn, self.is_ahead = _versions(self._published), False
 
     def check_whole(self) -> None:
-        """Raise an error while a published gradient contains part of a failed backward."""
+        """Raise an error if a published gradient still contains part of a failed backward."""
         if not self._torn:
             return
         versions, self._torn = self._torn, []

@@ -1,4 +1,4 @@
-"""The methods of `FSDPModule`, which the user's module gains when it becomes a unit."""
+"""`FSDPModule`, which adds its methods to the user's module when the module becomes a unit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MADE_FROM = "_fullshard_forward"
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """A handle for an `unshard(async_op=True)` in progress."""
+    """A handle with which to wait for `unshard(async_op=True)`."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -35,22 +35,22 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """The mixin of every module that is a unit. Its methods have the names of torch's methods.
+    """A mixin for modules that are units. It has the methods of torch's `FSDPModule`.
 
-    An instance is also an instance of torch's class, because scripts, trainers and pipeline schedules check for it. No
-    code of torch's class runs: this class or a subclass defines each of its methods, and any method that a later
-    version of torch adds raises an error.
+    Every instance is also an instance of torch's class, because scripts, trainers and pipeline schedules check for
+    that. None of the code in torch's class runs: this class or a subclass defines each of its methods, and any method
+    that a later version of torch adds raises an error.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create a module of the user's class, because a slice of a unit (`nn.Sequential`) is not a unit."""
+        """Create a module of the user's class, because a slice of a sharded `nn.Sequential` is not a unit."""
         return getattr(cls, USER_CLASS)(*args, **kwargs)  # also for subclasses, which parametrizations create
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard the parameters of this unit until `reshard()` or until the unit has run. All ranks must call this.
 
         Args:
-            async_op: return immediately, with a handle to wait for the parameters.
+            async_op: return immediately, with a handle that waits for the parameters.
         """
         unit = require_unit(self)
         schedule = unit.schedule
@@ -66,35 +66,35 @@ class FSDPModule(TorchFSDPModule):
         require_unit(self).reshard()
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters as any module does. They are sharded, even after a failed backward."""
+        """Yield the parameters as any module does. Even after a failed backward, they are the sharded ones."""
         require_unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether backward reduces gradients. If not, a later backward reduces them."""
+        """Set whether backward reduces gradients. If it does not, a later backward will reduce them."""
         for unit in self._units(recurse):
             unit.reduce_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether backward also reduces over the replicate axis. If not, a later backward does."""
+        """Set whether backward also reduces along the replicate axis. If it does not, a later backward will."""
         for unit in self._units(recurse):
             unit.reduction.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether the parameters are freed between forward and backward."""
+        """Set whether the unsharded parameters are freed between forward and backward."""
         for unit in self._units(recurse):
             unit.frees_after_forward, unit.neighbours = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose whether parameters are freed after backward. Keeping them saves gathers between micro-batches."""
+        """Set whether parameters are freed after backward. Keeping them saves gathers between micro-batches."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Declare whether the next backward is the last one of a gradient accumulation.
+        """Set whether the next backward is the last one of a gradient accumulation.
 
-        This applies to the complete model. Some gradients are reduced only in the last backward (SHARD_OPTIMIZER), and
-        optimizers that step in backward step only then. Otherwise, this has no effect.
+        This applies to the complete model. With SHARD_OPTIMIZER, some gradients are reduced only in the last backward.
+        Optimizers that step in backward also do so only then. Otherwise, this has no effect.
         """
         require_unit(self).schedule.is_last_backward = is_last_backward
 
@@ -116,12 +116,12 @@ _module_class: list[type[TorchFSDPModule]] = [FSDPModule]
 
 
 def use_module_class(kind: type[FSDPModule]) -> None:
-    """Give units that are created from now on the methods of a subclass of `FSDPModule`."""
+    """Set the subclass of `FSDPModule` whose methods will be given to units created from now on."""
     _module_class[0] = kind
 
 
 def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
-    """Attach the unit, and switch the module to a class with `FSDPModule`'s methods and a prefixed name."""
+    """Attach the unit to its module, and give the module a prefixed class name and `FSDPModule`'s methods."""
     cls = type(module)
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit
@@ -139,9 +139,9 @@ def _tell_load(module: nn.Module, *_arguments: object) -> None:
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return the class for units of class `cls`.
+    """Return the class that a module of class `cls` gets when it becomes a unit.
 
-    There is one for each name and forward, because a compiler creates one graph per class.
+    There is one class per name and forward, because a compiler creates one graph per class.
     """
     for made in cls.__subclasses__():
         if made.__name__ == name and made.__dict__.get(_MADE_FROM) == cls.forward:
@@ -152,7 +152,7 @@ def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
 
 
 def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of the user's class so that it also unshards when it is called without the module's hooks."""
+    """Wrap the forward of a user's class so that it unshards even if it is called without the module's hooks."""
 
     @functools.wraps(forward)
     def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
-    """Assign names and the schedule to the units of `modules`, the outermost unit, and of the modules inside."""
+    """Assign names and the schedule to all units in `modules`, which together form the outermost unit."""
     units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
     schedule.assemble(units)
     paths: dict[int, list[str]] = {}

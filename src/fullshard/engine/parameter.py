@@ -1,4 +1,4 @@
-"""Sharded parameters: `module.parameters()` yields them at rest, and this rank owns an interval of each."""
+"""Sharded parameters, of which each rank owns an interval. `module.parameters()` yields them at rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFERENCE = "_fullshard_sharded_parameter"
 
 
 class ShardedParameter(ShardedTensor):
-    """A parameter that stores this rank's interval as a view of the bucket's main buffer.
+    """A parameter that stores only this rank's interval, as a view of the bucket's main buffer.
 
     An optimizer that updates `local` in place therefore updates the bucket. The gradient is stored as the plain tensor
     that the engine publishes. Reading `.grad` returns it wrapped in a `ShardedTensor`.
@@ -38,8 +38,8 @@ class ShardedParameter(ShardedTensor):
         bucket: the bucket that contains the parameter.
         gradient_hooks: hooks passed to `register_post_accumulate_grad_hook`, by number.
         local_grad: this rank's interval of the gradient, shape (n,); None if there is none.
-        used_up_by: the option that consumed the gradient within backward, until the script reaches `optimizer.step()`;
-            empty otherwise.
+        used_up_by: the name of an option that has used up the gradient within backward, until the script reaches
+            `optimizer.step()`; empty otherwise.
     """
 
     used_up_by = ""
@@ -51,7 +51,7 @@ class ShardedParameter(ShardedTensor):
     _known_grad: ShardedTensor | None
 
     def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
-        """Create the sharded parameter for parameter `index` of `bucket`, with this rank's interval in `main`."""
+        """Create the sharded parameter for parameter `index` of `bucket`. Its local tensor is a view of `main`."""
         local, spec = bucket.weights(index).detach(), bucket.shard_spec(index)
         cls = RowParameter if isinstance(spec, RowSpec) else cls
         self = super().__new__(cls, local, spec, requires_grad=requires_grad)
@@ -64,7 +64,7 @@ class ShardedParameter(ShardedTensor):
         return self
 
     def _watch(self) -> None:
-        """Catch gradients that autograd accumulates into the sharded parameter itself."""
+        """Register a hook for gradients that autograd accumulates into the sharded parameter itself."""
         if not torch_private.accumulated_hooks(self):
             torch.Tensor.register_post_accumulate_grad_hook(self, _take_grad)
 
@@ -75,7 +75,7 @@ class ShardedParameter(ShardedTensor):
 
     @property
     def grad(self) -> ShardedTensor | None:
-        """Return the gradient, averaged over all ranks, or None before the first backward."""
+        """Return the gradient, averaged over all ranks, or None if there is none."""
         if self.used_up_by:  # report this to code that clips, unscales or logs gradients
             raise LifecycleError(
                 f"sharded parameter {self.name}: the backward has already consumed its gradient",
@@ -92,11 +92,11 @@ class ShardedParameter(ShardedTensor):
             self.bucket.gradient.main.release_if_cleared()
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
-        """Set the gradient of the parameter."""
+        """Set the gradient of the parameter to this rank's interval `local_grad`."""
         self.local_grad, self._known_grad = local_grad, None
 
     def interval_of(self, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Return this rank's interval, shape (n,), of a tensor that has the parameter's shape.
+        """Return this rank's interval, shape (n,), of a DTensor that has the parameter's shape.
 
         Raises:
             LifecycleError: `value` has another shape or is a plain tensor.
@@ -111,7 +111,7 @@ class ShardedParameter(ShardedTensor):
         return self.spec.cut(value.full_tensor()).clone() if own is None else own
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
-        """Return a tensor with the layout of the parameter and this rank's interval `local`, shape (n,)."""
+        """Return a tensor with the layout of the parameter whose interval on this rank is `local`, shape (n,)."""
         return ShardedTensor(local, self.spec)
 
     @property
@@ -132,10 +132,10 @@ class ShardedParameter(ShardedTensor):
         return self
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], object]) -> RemovableHandle:
-        """Call `hook(parameter)`, with `.grad` set, at the end of each backward in which any rank used the parameter.
+        """Register `hook(parameter)`, to be called after each backward in which any rank used the parameter.
 
-        All gradients have been reduced by then and nothing is in progress, so the hook may step an optimizer. It is not
-        called if the backward has consumed the gradient.
+        `.grad` is set, all gradients have been reduced and nothing is in progress, so the hook may step an optimizer.
+        The hook is not called if the gradient was used up during backward.
         """
         handle = RemovableHandle(self.gradient_hooks)
         self.gradient_hooks[handle.id] = hook
@@ -143,7 +143,7 @@ class ShardedParameter(ShardedTensor):
         return handle
 
     def take_hooks(self, replaced: torch.Tensor) -> None:
-        """Adopt the hooks of a parameter that this one replaces. Handles of these hooks can still remove them."""
+        """Take over the hooks of a parameter that this one replaces. Their handles can still remove them."""
         hooks: Any = torch_private.accumulated_hooks(replaced)
         if isinstance(replaced, ShardedParameter):
             hooks = replaced.gradient_hooks
@@ -156,9 +156,9 @@ class ShardedParameter(ShardedTensor):
 class RowParameter(ShardedParameter, RowTensor):
     """A sharded parameter cut by rows, as in torch's `fully_shard` if `shard_placement_fn` returns `Shard(0)`.
 
-    It has a separate bucket, cut into W intervals of ceil(n / W) rows each; the last ones may be shorter or empty.
-    Therefore it needs a separate gather and a separate reduction. Inside the engine, the rows of a rank are flat like
-    any interval.
+    Its bucket contains only this parameter and is cut into W intervals of ceil(n / W) rows each; the last ones may be
+    shorter or empty. It is therefore gathered and reduced separately. Inside the engine, the rows of a rank are flat
+    like any interval.
     """
 
 
@@ -168,26 +168,26 @@ def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParamete
 
 
 def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Return whether two lists hold identical objects. Comparing tensors with `==` would compare their elements."""
+    """Return whether two lists contain the same objects. With `==`, tensors would be compared by element."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def local_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor | None]:
-    """Return this rank's intervals of gradients. An entry is None also if the optimizer consumed it in backward."""
+    """Return this rank's gradient intervals. An entry is None if there is none or the optimizer has used it up."""
     return [parameter.local_grad for parameter in parameters]
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """Return the sharded parameter that replaces an original one.
+    """Return the sharded parameter that replaces an original parameter.
 
-    Return None if no unit owns it, or if its unit is on the meta device.
+    Return None if no unit owns the original, or if its unit is on the meta device.
     """
     found = stands_for(parameter)
     return found if isinstance(found, ShardedParameter) else None
 
 
 def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
-    """Return a unit's replacement of an original parameter, `parameter` itself if it is a replacement, or None."""
+    """Return the sharded tensor that replaces `parameter`, `parameter` itself if it is one, or None."""
     reference = getattr(parameter, _REFERENCE, None)
     if reference is not None:
         return reference()  # type: ignore[no-any-return]
@@ -195,12 +195,12 @@ def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
 
 
 def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:
-    """Store a reference to the sharded parameter on the original parameter that it replaces."""
+    """Store a weak reference to the sharded parameter on the original parameter that it replaces."""
     setattr(parameter, _REFERENCE, weakref.ref(sharded))
 
 
 def _take_grad(parameter: torch.Tensor) -> None:
-    """Take the gradient that autograd made for a sharded parameter used directly, for example in a penalty."""
+    """Store the gradient that autograd computed for a sharded parameter used directly, as in a penalty term."""
     assert isinstance(parameter, ShardedParameter)  # noqa: S101 -- it is registered on these
     made: torch.Tensor = _grad_of_autograd(parameter)
     _set_grad_of_autograd(parameter, None)

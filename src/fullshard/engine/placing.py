@@ -1,4 +1,4 @@
-"""Move the parameters of a unit, and the buffers of its modules, to the device on which the unit computes."""
+"""Move the parameters of a unit and the buffers of its modules to the device where the unit computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def own_modules(plan: UnitPlan, stop_at: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules with parameters or buffers of a unit, without buffers of inner units (`stop_at`)."""
+    """Return the modules that hold parameters of the unit, or buffers outside its inner units (`stop_at`)."""
     inner = {id(module) for unit in stop_at for module in unit.modules()} - {id(m) for m in plan.modules}
     owners = {id(module) for slot in plan.slots for module, _ in slot.owners}
     return [
@@ -24,9 +24,9 @@ def own_modules(plan: UnitPlan, stop_at: Iterable[nn.Module]) -> list[nn.Module]
 def move_to_device(
     plan: UnitPlan, modules: Iterable[nn.Module], *, device: torch.device, buffer_dtype: torch.dtype | None
 ) -> None:
-    """Move the parameters and buffers of a unit to the device, except those on the meta device.
+    """Move the parameters and buffers of a unit to the device, unless they are on the meta device.
 
-    The slots then refer to the parameters that the modules hold now. `modules` are the plan's `own_modules`.
+    Afterwards, the slots refer to the parameters that the modules hold now. `modules` are the plan's `own_modules`.
     """
     for slot in plan.slots:
         module, attribute = slot.owners[0]
