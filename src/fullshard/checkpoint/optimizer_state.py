@@ -1,4 +1,4 @@
-"""Collect the parts of an optimizer that are saved: its parameter groups by name, and each parameter's state."""
+"""Collect what is saved of an optimizer: its parameter groups, and the state of each parameter."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fullshard.features.matrices import MatrixOptimizer
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One value in this rank's state of one parameter.
+    """One value in the state that this rank has of a parameter.
 
-    The value is a tensor or a `CodedTensor`, or any other value if `layout` is None. If `is_owned`, only this rank has
-    it.
+    The value is a tensor or a `CodedTensor`. If `layout` is None, it is a Python value. If `is_owned` is set, only this
+    rank has the value.
     """
 
     parameter: LocalTensor
@@ -34,14 +34,14 @@ class StateEntry:
 
     @property
     def name(self) -> str:
-        """Return the name in the optimizer's file."""
+        """Return the name of the value in the optimizer's file."""
         return f"{self.parameter.name}/{self.key}"
 
     @property
     def is_stored_here(self) -> bool:
-        """Return whether this rank writes the tensor.
+        """Return whether this rank writes the value to its file.
 
-        A tensor that all ranks have is written by the owner of the parameter's element 0.
+        If all ranks have the same tensor, the rank that owns element 0 of the parameter writes it.
         """
         if self.layout == "replicated":
             return self.is_owned or self.parameter.interval.start == 0
@@ -49,9 +49,9 @@ class StateEntry:
 
 
 def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer inside the wrapper that `Accelerator.prepare` returned.
+    """Return the optimizer itself, without the wrapper that `Accelerator.prepare` puts around it.
 
-    The class and the state of the inner optimizer are saved.
+    Checkpoints contain the class and the state of the optimizer itself.
     """
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -60,7 +60,7 @@ def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer 
 def group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]
 ) -> list[list[tuple[nn.Parameter, LocalTensor]]]:
-    """Return each group's parameters as pairs of the optimizer's parameter and the model's `LocalTensor`."""
+    """Return (optimizer's parameter, model's `LocalTensor`) for each parameter of each group."""
     known = {id(local.tensor): local for local in parameters}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -78,7 +78,7 @@ def group_parameters(
 def group_records(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor], tensors: dict[str, torch.Tensor]
 ) -> list[GroupRecord]:
-    """Return the records of the groups. Hyperparameters that are tensors are added to `tensors`."""
+    """Return the records of the parameter groups. Hyperparameters that are tensors are added to `tensors`."""
     records = []
     for number, members in enumerate(group_parameters(optimizer, parameters)):
         options = {
@@ -91,9 +91,10 @@ def group_records(
 
 
 def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
-    """Yield the optimizer state that this rank reports.
+    """Yield the values of optimizer state that this rank reports.
 
-    This is the state of parameters of which this rank saves at least one element, and of the matrices that it owns.
+    These are the state of each parameter of which this rank saves at least one element, and the state of the matrices
+    that this rank owns.
     """
     for members in group_parameters(optimizer, parameters):
         for parameter, local in members:

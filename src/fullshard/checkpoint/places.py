@@ -1,4 +1,4 @@
-"""Find the parameters and buffers of a Transformers model to fill from files, and those that files may lack."""
+"""Find the parameters and buffers of a Transformers model that files fill, and weights that files may lack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.features.meta_device import meta_parameters
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter or persistent buffer of a model, with its name in files."""
+    """A parameter or persistent buffer of a model, with the name that it has in files."""
 
     name: str
     module: nn.Module
@@ -52,7 +52,7 @@ def _without_wrappers(path: str) -> str:
 
 
 def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
-    """Return the names that do not match the ignore patterns of the model's class."""
+    """Return the names that match none of the patterns in `attribute`, with which the model's class ignores names."""
     patterns = list(getattr(model, attribute, None) or ())
     if attribute == "_keys_to_ignore_on_load_unexpected":
         # These are buffers that earlier versions stored in every layer.
@@ -65,8 +65,8 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
 def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
     """Return the names of weights that the saved model class did not have, such as those of a new head or pooler.
 
-    The configuration names the saved class. If that class cannot be built here, everything outside the base model
-    counts as a head.
+    The configuration gives the name of the saved class. If that class cannot be created here, every weight outside the
+    base model counts as part of a new head.
     """
     if not names:
         return set()

@@ -1,10 +1,10 @@
-"""Load Hugging Face directories directly into shards: every rank reads only the bytes that it will own.
+"""Load Hugging Face directories directly into shards. Every rank reads only the bytes that it will own.
 
     model = fullshard.from_pretrained(AutoModelForCausalLM, "path/or/hub-name")     no weights are read
     model = accelerator.prepare(model)                                              each rank reads its intervals
 
-No rank ever holds the complete model, not even in host memory. Besides its shard it needs one small buffer, and for a
-weight that is quantised during the load (QLoRA) the full weight before quantisation.
+No rank ever holds the complete model, not even in host memory. In addition to its shard, a rank needs one small buffer
+and, for a weight that is quantised during the load (QLoRA), the full weight before quantisation.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def from_pretrained(
 ) -> nn.Module:
     """Return a Transformers model whose weights are read when it is sharded. Each rank reads only its own part.
 
-    Until then the parameters are on the meta device. The model can be wrapped by PEFT and its embeddings can be
-    resized, but it cannot run.
+    Until then, the parameters are on the meta device. PEFT can wrap the model, and its embeddings can be resized, but
+    it cannot run.
 
-    Where Transformers uses other names or forms in memory than on disk, its own rules convert them. A weight that is in
-    the model but not in the files is an error, unless the class that saved the files does not have that weight either,
-    such as the new head on a base model. Such weights are initialised and named in a warning.
+    If Transformers uses other names or forms in memory than on disk, its own rules convert them. A weight that is in
+    the model but not in the files is an error. The exception is a weight that the class that saved the files does not
+    have, such as a new head on a base model. Such weights are initialised, and a warning lists their names.
 
     Args:
         auto_class: `AutoModelForCausalLM`, another auto class, or a model class.
@@ -90,11 +90,11 @@ def from_pretrained(
         quantization_config: bitsandbytes' `BitsAndBytesConfig`. Weights are quantised as they are read. Weights for
             which bitsandbytes has no layers are quantised at rest (`fullshard.quantize`). All of them are frozen.
         quantize: a form, such as `nf4`, in which all large weights are quantised at rest. They are frozen.
-        dequantize: read the values of weights that the files hold as codes, as Transformers does with
+        dequantize: read the values of weights that the files contain as codes, as Transformers does with
             `Mxfp4Config(dequantize=True)` or `FineGrainedFP8Config(dequantize=True)`.
-            By default these weights are frozen and remain codes at rest.
+            By default, these weights are frozen and remain codes at rest.
         config: a configuration to use instead of the one in the directory.
-        ignore_missing: initialise all weights that are not in the files and name them in a warning.
+        ignore_missing: initialise all weights that are not in the files, and list their names in a warning.
         ignore_mismatched_sizes: do the same for weights that have another shape in the files.
         options: passed to the model's configuration (for example `attn_implementation`) and the hub (`revision`).
 
@@ -166,7 +166,7 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, Te
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep modules in fp32 if the model requires this for them, whatever the dtype of the others."""
+    """Keep modules in float32 if the model requires it for them, even if all other modules have another dtype."""
     if not hasattr(model, "_get_dtype_plan"):
         return
     asked: Any = model
@@ -178,7 +178,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _untie_what_differs(model: nn.Module, sources: Mapping[str, TensorSource]) -> None:
-    """Untie weights that the configuration ties but the files hold with different values."""
+    """Untie weights that are tied in the configuration but have different values in the files."""
     tied: Any = getattr(model, "all_tied_weights_keys", {})
     for target, origin in list(tied.items()):
         if target in sources and origin in sources and not are_equal(sources[target], sources[origin]):
@@ -201,7 +201,8 @@ def _resize_token_embeddings(
 ) -> nn.Module:
     """Resize the embeddings as Transformers does.
 
-    New rows cannot be drawn with the mean and covariance of the old rows before the old rows have been read.
+    If the old rows have not been read yet, new rows cannot be drawn with their mean and covariance, so `mean_resizing`
+    is an error.
     """
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
@@ -214,7 +215,7 @@ def _resize_token_embeddings(
 
 
 class PretrainedWeights:
-    """The weights in a directory, to be read into one model. Implements the engine's `WeightSource`.
+    """The weights in a directory that will be read into one model. This class implements the engine's `WeightSource`.
 
     `base` is the Transformers model, which may be wrapped later; names are relative to it. `built` is the model as the
     configuration describes it, before any changes. `dtype` is the dtype of weights before they are quantised.
@@ -229,7 +230,7 @@ class PretrainedWeights:
         self._adapters: dict[int, tuple[str, Any, Any]] = {}
 
     def start(self, model: nn.Module) -> None:
-        """Match the places in the model with the tensors in the files. Raise an error that lists all differences."""
+        """Match the model's parameters and buffers with the files. Raise an error that lists all differences."""
         self._adapters = _adapter_parts(model)
         adapters = adapter_modules(model)
         places = [p for p in places_of(self._base) if id(p.module) not in adapters]
@@ -275,7 +276,7 @@ class PretrainedWeights:
         return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.where}"
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Read the module's persistent buffers and, if its weight must be quantised, read and quantise the weight."""
+        """Read a module's persistent buffers. If its weight must be quantised, read and quantise it, too."""
         for attribute, buffer in list(module._buffers.items()):
             name = self._names.get((id(module), attribute))
             if name is not None and buffer is not None:
@@ -287,11 +288,14 @@ class PretrainedWeights:
                 quantise(module, read_whole(source, shape, self._dtype, device))
 
     def holds(self, slot: Slot) -> bool:
-        """Return whether the files hold values for this parameter."""
+        """Return whether the files contain values for this parameter."""
         return slot.parameter.is_meta and self._name(slot) is not None
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` with elements `interval` of the parameter, or of its tile, in the order in which it is sharded."""
+        """Read the elements in `interval` of a parameter into `out`, in the order in which the parameter is sharded.
+
+        If tensor parallelism splits the parameter, the interval counts the elements of this rank's part.
+        """
         shard = local_shard_of(slot)
         if (own_mark := mark_of(slot.parameter)) is not None and own_mark.is_transposed:
             *others, rows, columns = slot.parameter.shape
@@ -305,7 +309,7 @@ class PretrainedWeights:
         read_across(read, out, shape=shape, source=UNCUT, target=shard.chunking, wanted=interval.shift(shard.start))
 
     def _read_rows(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` with elements `interval` of the parameter, flattened row by row."""
+        """Read the elements in `interval` of a parameter into `out`. The parameter is flattened row by row."""
         name = self._name(slot)
         assert name is not None  # noqa: S101 -- the caller asked `holds`
         stored = self._sources[name]
@@ -317,7 +321,7 @@ class PretrainedWeights:
             out[kept.numel :].copy_(added[start : start + interval.numel - kept.numel])
 
     def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Fill `parts` with the codes and scales in the files. Return False if the files use another form.
+        """Read codes and scales from the files into `parts`. Return False if the files do not have this form.
 
         Raises:
             CheckpointError: tensor parallelism splits the weight inside a block.
@@ -338,7 +342,7 @@ class PretrainedWeights:
         return True
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module of a LoRA adapter as PEFT does. Return False for any other module."""
+        """Initialise a module of a LoRA adapter as PEFT does. Do nothing and return False for any other module."""
         found = self._adapters.get(id(module))
         if found is None:
             return False
@@ -359,7 +363,7 @@ class PretrainedWeights:
         return True
 
     def _read_row_norms(self, base: Any, out: torch.Tensor) -> None:
-        """Compute DoRA's initial magnitudes: the norms of the rows of the base weight.
+        """Compute DoRA's initial magnitudes, which are the norms of the rows of the base weight.
 
         A weight that is quantised during the load is already in memory. Any other weight is read a few rows at a time.
         """
@@ -392,8 +396,8 @@ class PretrainedWeights:
 def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     """Load a directory of safetensors files into a model that is already sharded. Each rank reads its intervals.
 
-    The directory must hold every parameter and persistent buffer, with the names and forms of the model in memory or
-    with those that Transformers saves. If names or shapes differ, nothing is changed.
+    The directory must contain every parameter and persistent buffer. Their names and forms must be those of the model
+    in memory, or those that Transformers saves. If names or shapes differ, nothing is changed.
     """
     rest(model)
     directory = local_path(directory)
@@ -417,7 +421,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Return whether the model's shape differs from the stored one only in having more rows.
+    """Return whether the only difference between two shapes of a table is that the model's table has more rows.
 
     This is the case after `resize_token_embeddings`.
     """
@@ -426,17 +430,17 @@ def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int,
 
 
 def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> torch.Tensor:
-    """Return values for the rows added to a table. They are the same on every rank and at every world size."""
+    """Return values for the rows that were added to a table, the same on every rank and at every world size."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)
     return torch.randn(numel - stored.numel, generator=generator) * std
 
 
 def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
-    """Return the modules that hold parts of LoRA adapters, keyed by id.
+    """Return the modules that contain parts of LoRA adapters, keyed by id.
 
-    Each value is the kind of the part, its initialisation scheme and its layer. Raises an error for an initialisation
-    that needs the full base weight.
+    Each value is (kind of part, initialisation scheme, layer). Raise `ConfigError` for an initialisation that needs the
+    full base weight.
     """
     schemes: dict[str, Any] = {}
     for module in model.modules():

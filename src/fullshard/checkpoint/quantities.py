@@ -1,6 +1,6 @@
 """Determine which weights of a model are quantised.
 
-The weights that bitsandbytes cannot quantise are quantised at rest.
+Large weights that bitsandbytes cannot quantise are quantised at rest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fullshard.plan.quantized import Conversion, is_stacked
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """Count the quantised and unquantised parameters of a model that is not sharded yet, on any device.
+    """Count the quantised and unquantised parameters of a model that is not sharded yet.
 
-    Adapters are not counted.
+    The model can be on any device. Adapters are not counted.
     """
     config, seen, adapters = _quantization_config(model), set[int](), adapter_modules(model)
     found = Conversion(is_asked_for=config is not None)
@@ -53,10 +53,10 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
-    """Quantise at rest the large weights that the bitsandbytes settings include but that have no bitsandbytes layer.
+    """Mark the large weights that bitsandbytes' settings include, but for which bitsandbytes has no layer.
 
-    If `freezes`, these weights are frozen like those in bitsandbytes layers. Otherwise trainable weights are left
-    unquantised. Weights that are already stored in another quantised form stay in it.
+    They are then quantised at rest. If `freezes` is set, they are frozen like those in bitsandbytes layers; otherwise,
+    trainable weights stay unquantised. Weights that are already stored in another quantised form keep it.
     """
     config = _quantization_config(model)
     if config is None:
@@ -72,7 +72,7 @@ def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
 def adapter_modules(model: nn.Module) -> set[int]:
     """Return the ids of all modules that belong to adapters of any kind.
 
-    Files of the base model do not hold their parameters.
+    Files of the base model do not contain the parameters of these modules.
     """
     found: set[int] = set()
     for module in _adapted(model):
@@ -94,9 +94,9 @@ def _quantization_config(model: nn.Module) -> Any:
 
 
 def _shape(module: nn.Module, parameter: Any) -> tuple[int, ...] | None:
-    """Return the unquantised shape of a weight that is quantised, or that will be when it is moved to a device.
+    """Return the unquantised shape of a weight that bitsandbytes has quantised or will quantise.
 
-    Return None for any other weight.
+    Return None for any other weight. bitsandbytes quantises a weight when it is moved to a device.
     """
     holder = module[0] if isinstance(module, ParametrizationList) else parameter
     state = getattr(holder, "quant_state", None)

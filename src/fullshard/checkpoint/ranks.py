@@ -1,7 +1,7 @@
-"""Exchange small messages between the ranks of a save or a load, mainly whether any rank failed.
+"""Exchange small messages between the ranks of a save or a load, mainly to find out whether any rank has failed.
 
-Messages are JSON, not pickled objects. An error on one rank is raised on all ranks, so that no rank continues alone and
-hangs.
+Messages are JSON, not pickled objects. An error on one rank is raised on all ranks, so that no rank waits for others
+that have stopped.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _MESSAGE_NBYTES = 256 * 2**20
 
 
 def _spread(parameter: ShardedParameter) -> int:
-    """Return the number of ranks that shard or replicate a parameter, including those used for tensor parallelism."""
+    """Return the number of ranks among which a parameter is sharded, replicated or split by tensor parallelism."""
     outer = parameter.spec.outer_group
     return parameter.mesh.world_size * (1 if outer is None else outer.size())
 
 
 class Ranks:
-    """All ranks of the job, as seen from this rank, and the device that its messages are sent from.
+    """All ranks of the job, as seen from this rank, and the device that it sends messages from.
 
-    All ranks must call each method.
+    All ranks must call each of the methods.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -74,7 +74,7 @@ class Ranks:
         return ranks
 
     def apart(self) -> Ranks:
-        """Return the same ranks with a separate process group for use in another thread. All ranks must call this."""
+        """Return the same ranks with a new process group, for use in another thread. All ranks must call this."""
         if self.world_size == 1:
             return Ranks()
         group = self._group or dist.group.WORLD
@@ -90,7 +90,7 @@ class Ranks:
             return all(self._numbers(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks on rank 0, and an empty list on the other ranks."""
+        """Collect a JSON value from each rank. Return all values on rank 0, and an empty list on the other ranks."""
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
@@ -105,15 +105,15 @@ class Ranks:
         return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def everywhere(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks on every rank."""
+        """Collect a JSON value from each rank, and return all values on every rank."""
         found: list[Any] = self.broadcast(self.gather(value))
         return found
 
     def exchange(self, sent: Sequence[tuple[int, Bytes]], received: Sequence[tuple[int, Bytes]]) -> None:
-        """Send bytes to other ranks and receive bytes from them. Each buffer is paired with the other rank.
+        """Send bytes to other ranks and receive bytes from them. Each item is (rank, buffer).
 
-        Two ranks must list the messages between them in the same order. The buffers must be in host memory, so the
-        ranks must come from `apart`.
+        Two ranks must list the messages between them in the same order. The buffers must be in host memory, so these
+        `Ranks` must have been created by `apart`.
         """
         with self._peers("exchanging data"):
             tensors, works = [], []
@@ -127,11 +127,11 @@ class Ranks:
                     work.wait()
 
     def broadcast(self, value: Any) -> Any:
-        """Return the JSON value of rank 0 on every rank."""
+        """Return rank 0's JSON value on every rank. The values on other ranks are ignored."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.rank == 0 else b""))
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Return the bytes of rank 0 on every rank."""
+        """Return rank 0's bytes on every rank. The bytes on other ranks are ignored."""
         if self.world_size == 1:
             return data
         with self._peers("waiting for rank 0"):
@@ -144,15 +144,15 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with the tensor on rank 0. It must be contiguous and on `device`."""
+        """Overwrite `tensor` with rank 0's tensor. It must be contiguous and on `device`."""
         if self.world_size > 1 and tensor.numel():
             with self._peers("receiving tensors"):
                 dist.broadcast(as_sent(tensor.view(-1)), src=0, group=self._group)
 
     def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
-        """Run `function` on every rank and return its result. If it fails on any rank, raise `kind` on all of them.
+        """Run `function` on every rank, and return its result. If it fails on any rank, raise `kind` on all of them.
 
-        `function` must not communicate.
+        `function` must not communicate. `doing` describes the task in the error.
         """
         result: list[T] = []
         error: Exception | None = None
@@ -166,7 +166,7 @@ class Ranks:
     def fail_together(
         self, doing: str, error: Exception | None, *, kind: type[CheckpointError] = CheckpointError
     ) -> None:
-        """Raise an error on every rank if any rank passes one. See `together`."""
+        """Raise an error on every rank if `error` is not None on any rank. See `together`."""
         if self.all(error is None):  # usually this one small message is sufficient
             return
         message = None if error is None else _describe(error)
@@ -190,14 +190,14 @@ class Ranks:
         return self.together(doing, lambda: function() if self.rank == 0 else None, kind=kind)
 
     def _numbers(self, own: int) -> list[int]:
-        """Return the `own` integers of all ranks on every rank."""
+        """Collect an integer from each rank, and return all of them on every rank."""
         numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         all_gather_single(numbers, torch.tensor([own], dtype=torch.int64, device=self.device), group=self._group)
         return [int(number) for number in numbers.tolist()]
 
     @contextmanager
     def _peers(self, doing: str) -> Iterator[None]:
-        """Report a failed collective as the loss of other ranks."""
+        """Convert a communication error in the block to an error that says that the other ranks are lost."""
         group = self._group or dist.group.WORLD
         try:
             with Waiting(f"a checkpoint, {doing}", [group]):
@@ -211,10 +211,10 @@ class Ranks:
 
 
 def all_come(where: str, seconds: float) -> bool:
-    """Return whether all ranks call this within `seconds`.
+    """Return whether all ranks call this function within `seconds`.
 
-    Unlike a collective, this returns False on a rank that the others do not join in time. All ranks must call it
-    equally often, not counting the calls that returned False.
+    Unlike a collective, it does not wait forever: it returns False if other ranks do not call it in time. All ranks
+    must call it equally often, not counting the calls that returned False.
     """
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()
@@ -247,7 +247,7 @@ def _describe(error: Exception) -> str:
 
 
 def _name(ranks: Iterator[int]) -> str:
-    """Return `rank 3`, or `ranks 0, 1, 2 and 61 more`."""
+    """Return ranks as text, for example `rank 3` or `ranks 0, 1, 2 and 61 more`."""
     numbers = list(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"

@@ -1,4 +1,4 @@
-"""Read elements of tensors from the files of a checkpoint, however the tensors are divided among the files."""
+"""Read elements of tensors from the files of a checkpoint, whichever ranks have stored them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_OPEN_FILES = 16
 
 
 class Readers:
-    """Manages the readers of the data files, and keeps only a few of them open at a time."""
+    """The readers of a checkpoint's data files, of which only a few are open at a time."""
 
     def __init__(self, directory: Location, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
@@ -81,9 +81,9 @@ class Readers:
         *,
         chunking: Chunking = UNCUT,
     ) -> None:
-        """Fill `out`, in host memory, with elements `interval` of a stored tensor.
+        """Read the elements in `interval` of a stored tensor into `out`, which is in host memory.
 
-        The elements are counted in the order of `chunking`.
+        The interval counts elements in the order of `chunking`.
         """
         read = functools.partial(self._read_pieces, kind, name, record)
         if record.form is not None and record.form.is_transposed:
@@ -91,7 +91,7 @@ class Readers:
         read_across(read, out.view(-1), shape=record.shape, source=record.chunking, target=chunking, wanted=interval)
 
     def _read_pieces(self, kind: str, name: str, record: TensorRecord, interval: Interval, out: torch.Tensor) -> None:
-        """Read elements `interval` of a tensor, counted in stored order, from files of one kind."""
+        """Read the elements in `interval` of a tensor from files of one kind. The interval follows the stored order."""
         data, width = tensor_bytes(out), itemsize(record.dtype)
         for read in plan_reads(pieces_of(record), interval):
             reader, piece = self[self._manifest.file_name(kind, read.piece.rank)], read.piece
@@ -106,10 +106,10 @@ class Readers:
     def fill_coded(
         self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, chunking: Chunking
     ) -> None:
-        """Read optimizer state into a coded tensor.
+        """Read optimizer state into a tensor that the optimizer keeps as codes.
 
-        Codes and scales are copied unchanged if the same piece was saved with the same coding. Otherwise the values are
-        encoded again.
+        If the same piece was saved with the same coding, codes and scales are copied unchanged. Otherwise, the values
+        are decoded and encoded again.
         """
         pieces = record.pieces if record.chunking == chunking else ()
         same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
@@ -125,9 +125,9 @@ class Readers:
         out.write(values)
 
     def fill_parts(self, out: CodedPart, name: str, record: TensorRecord, interval: Interval) -> None:
-        """Read weights that are kept as codes, without decoding them.
+        """Read the codes and scales of weights that stay codes at rest, without decoding them.
 
-        The blocks are the same at every world size.
+        This works at every world size, because the blocks are always the same.
         """
         for read in plan_reads(pieces_of(record), interval):
             assert isinstance(read.piece, CodedPieceRecord)  # noqa: S101 -- it has been compared with the model
@@ -137,7 +137,7 @@ class Readers:
                 out.parts[part.name][start : start + stored.numel()].copy_(stored)
 
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
-        """Return the decoded values of elements `wanted` of a piece, counted from the start of the piece."""
+        """Return decoded values of a piece. `wanted` is counted from the start of the piece."""
         coding, block = piece.coding, piece.coding.block
         start = wanted.start // block * block
         whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
@@ -152,7 +152,7 @@ class Readers:
     def _coded_parts(
         self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
     ) -> dict[str, torch.Tensor]:
-        """Return the codes and scales of complete blocks of a piece, and the full codebook if there is one."""
+        """Return the codes and scales of a range of complete blocks of a piece, and the codebook if there is one."""
         reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
         for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
             ending = part.rpartition(".")[2]
@@ -163,9 +163,9 @@ class Readers:
         return result
 
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that a rank saved for itself, in host memory.
+        """Return the tensors that one rank saved for itself, in host memory.
 
-        Return an empty dict if it saved none.
+        Return an empty dict if it did not save any.
         """
         name = self._manifest.file_name("state", rank)
         if name not in self._manifest.files:
@@ -180,7 +180,7 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One contiguous range of elements to copy.
+    """A contiguous range of elements to copy from a piece.
 
     `source` counts from the start of the piece, and `target` from the start of the wanted interval.
     """
@@ -191,7 +191,7 @@ class Read:
 
 
 def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tuple[int, int] | None:
-    """Return the range of items in which a part (codes, scales or book) stores the given blocks.
+    """Return the range of items of one part (codes, scales or book) that belong to the given blocks.
 
     Return None if the complete part must be read.
     """
@@ -206,9 +206,9 @@ def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tupl
 
 
 def plan_reads(pieces: Sequence[PieceRecord], wanted: Interval) -> list[Read]:
-    """Return the reads that fill `wanted`, in order.
+    """Return the ranges to read from the pieces of a tensor to get all wanted elements, in order.
 
-    The pieces must be sorted by start and have no `coverage_problems`.
+    The pieces must be sorted by start and must not have `coverage_problems`.
     """
     if wanted.numel == 0:
         return []

@@ -1,6 +1,6 @@
 """Convert the state of one rank's random number generators to tensors and back.
 
-No pickle is used, so nothing in the stored state can be executed.
+The state is stored without a pickle, so loading it cannot run code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PYTHON_VERSION = 3
 def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the state of the random number generators of Python, NumPy and torch.
 
-    torch's state is that of the generators on the host and on `device`.
+    For torch, these are the generators of the host and of `device`.
     """
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
@@ -45,7 +45,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
-    """Restore the generators from what `rng_tensors` returned.
+    """Restore the state of random number generators from the tensors that `rng_tensors` returned.
 
     Return the names of generators that are only in the stored state or only in this process.
     """

@@ -1,9 +1,9 @@
-"""Present every kind of checkpoint as named tensors whose intervals can be read.
+"""Sources, which present checkpoints of every format as named tensors that can be read in intervals.
 
-A *source* is a checkpoint on disk, native or of another program. It describes its contents with the records of the
-native manifest, but without pieces if another program saved it. Writing from a source needs no process group and no
-model, and only one chunk of one tensor is in memory at a time. Each module opens or writes one format, and `detect`
-recognises the format of a file or directory.
+A *source* is a checkpoint on disk, in the native format or in that of another program. It describes its contents with
+the records of the native manifest, but without pieces if another program saved it. Writing from a source needs no
+process group and no model, and only one chunk of one tensor is in memory at a time. Each module opens or writes one
+format, and `detect` recognises the format of a file or directory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _WRAPPERS = torch_private.WRAPPERS | {"_fsdp_wrapped_module", "_fpw_module"}
 class Contents:
     """The contents of a checkpoint, without the elements of its tensors.
 
-    Only the native format distinguishes parameters from buffers and has `states` and a `manifest`. For other formats
-    all tensors are parameters. The optimizer's `kind` is empty if the format does not store it. `notes` lists what is
-    not converted.
+    Only the native format distinguishes parameters from buffers, and only it has `states` and a `manifest`. In other
+    formats, all tensors are parameters. The optimizer's `kind` is empty if the format does not store it. `notes` lists
+    the contents that are not converted.
     """
 
     parameters: Mapping[str, TensorRecord]
@@ -58,17 +58,17 @@ class Contents:
 
     @property
     def model(self) -> dict[str, TensorRecord]:
-        """Return parameters and buffers in one dict."""
+        """Return the records of parameters and buffers in one dict."""
         return {**self.parameters, **self.buffers}
 
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
-        """Yield every stored tensor of the model and the optimizer. Optimizer state is named `PARAMETER/KEY`."""
+        """Yield (kind, name, record) for every stored tensor. Tensors of optimizer state are named `PARAMETER/KEY`."""
         return stored_tensors(self.model, self.optimizer)
 
 
 @dataclass(eq=False)
 class Source:
-    """A checkpoint that can be read in parts.
+    """A checkpoint whose tensors can be read in intervals.
 
     `read` returns an interval of a flattened tensor as a read-only 1-D tensor in host memory. `places` are locations
     that are read in addition to `path`. `rank_state` returns the small tensors that a rank saved completely: its random
@@ -96,7 +96,7 @@ class Source:
 
 
 def refuse_around(source: Source, final: Location) -> None:
-    """Raise `CheckpointError` if the output would replace a directory that contains the source.
+    """Raise `CheckpointError` if writing to `final` would replace a directory that contains the source.
 
     Replacing the source itself is allowed, because it is kept until the output is complete.
     """
@@ -109,7 +109,7 @@ def refuse_around(source: Source, final: Location) -> None:
 
 
 def require_values(source: Source, hint: str | None = None) -> dict[str, TensorRecord]:
-    """Return the records of the model's tensors. Raises `CheckpointError` if the values of some are not stored here."""
+    """Return the records of the model's tensors. Raise `CheckpointError` if values of some are not in the source."""
     records = source.contents.model
     absent = [name for name, record in records.items() if not record.is_stored]
     if absent:
@@ -126,9 +126,9 @@ def nbytes_of(record: TensorRecord) -> int:
 
 
 def cast_record(record: RecordT, dtype: torch.dtype | None) -> RecordT:
-    """Return a record with its dtype changed to `dtype` if it is a floating-point tensor.
+    """Return a copy of the record of a floating-point tensor with `dtype` as its dtype.
 
-    Return the record itself if `dtype` is None.
+    Return the record itself if `dtype` is None or the tensor is not floating-point.
     """
     if dtype is None or not dtype_of(record).is_floating_point:
         return record
@@ -136,7 +136,7 @@ def cast_record(record: RecordT, dtype: torch.dtype | None) -> RecordT:
 
 
 def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[Interval]:
-    """Yield the parts of the interval (by default the full tensor), each of at most 16 MiB."""
+    """Split an interval of a tensor, by default the full tensor, into parts of at most 16 MiB, and yield these."""
     whole = Interval(0, record.numel) if interval is None else interval
     step = max(1, _HELD_NBYTES // itemsize(record.dtype))
     for start in range(whole.start, whole.stop, step):
@@ -144,7 +144,7 @@ def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[I
 
 
 def silent(nbytes: int) -> None:
-    """Ignore progress reports."""
+    """Do nothing. This is the default for `progress`."""
 
 
 def stream(
@@ -156,7 +156,7 @@ def stream(
     *,
     progress: Progress = silent,
 ) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor or of an interval of it in chunks, cast to the dtype of the record.
+    """Yield the bytes of a tensor, or of an interval of it, in chunks that are cast to the dtype of the record.
 
     The size of each chunk is reported to `progress` after the caller has written it.
     """
@@ -167,9 +167,9 @@ def stream(
 
 
 def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:
-    """Return a record without pieces.
+    """Return a record without pieces for a tensor with this shape and dtype.
 
-    Raises `CheckpointError` for a shape or dtype that native checkpoints cannot store.
+    Raise `CheckpointError` for a shape or dtype that native checkpoints cannot store.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -180,14 +180,14 @@ def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str)
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add."""
+    """Return a parameter's name without the parts that wrappers add to it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plain_names(named: Mapping[str, T]) -> dict[str, T]:
-    """Return the values under their plain names.
+    """Return a mapping with the same values, keyed by their names without the parts that wrappers add.
 
-    If all names start with `module.` (from DDP), this prefix is also removed.
+    If all names start with `module.`, which DDP adds, this prefix is also removed.
     """
     plain = {plain_name(name): value for name, value in named.items()}
     if plain and all(name.startswith("module.") for name in plain):

@@ -1,4 +1,4 @@
-"""Read state dicts in torch's own file format as a source: Accelerate's FULL checkpoints and `.pt` files."""
+"""Read state dicts in torch's own file format as a source: Accelerate's full checkpoints and `.pt` files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A flattened tensor whose elements are spread over consecutive 1-D tensors, which may be mapped from a file.
+    """A flattened tensor whose elements are in several 1-D tensors, one after the other.
 
-    Its elements start at `offset`.
+    The first element of the tensor is at position `offset` in these parts. They can be mapped from a file.
     """
 
     shape: tuple[int, ...]
@@ -32,11 +32,11 @@ class Pieces:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of all parts."""
+        """Return the dtype, which all parts share."""
         return self.parts[0].dtype
 
     def read(self, interval: Interval) -> torch.Tensor:
-        """Return an interval of the tensor."""
+        """Return an interval of the flattened tensor."""
         wanted = interval.shift(self.offset)
         found, end = [], 0
         for part in self.parts:
@@ -50,8 +50,8 @@ class Pieces:
 def open_torch_state(title: str, path: Path, *, optimizer: Path | bool = True, notes: Sequence[str] = ()) -> Source:
     """Open a file that `torch.save` wrote as a source.
 
-    The file holds a state dict, or a dict whose `model` is a state dict, possibly with one of an optimizer. `optimizer`
-    says whether to open the optimizer's state, or names the separate file that holds it.
+    The file contains a state dict, or a dict with a state dict under `model` and possibly that of an optimizer.
+    `optimizer` specifies whether to open the optimizer's state, or is the path of the separate file that contains it.
     """
     loaded = load_torch_file(path)
     if not isinstance(loaded, Mapping):
@@ -84,7 +84,7 @@ def memory_source(
     where: str,
     notes: Sequence[str] = (),
 ) -> Source:
-    """Return a source of named tensors in memory or mapped from a file, with an optimizer's state dict if given."""
+    """Return a source of tensors in memory or mapped from a file. `nested` is an optimizer's state dict or None."""
     if not weights:
         raise CheckpointError(f"{path} does not hold any tensors of a model")
     tensors: dict[tuple[Kind, str], Pieces] = {

@@ -1,7 +1,8 @@
 """Write any source as a native checkpoint for any world size, without a process group or a model.
 
-Only one chunk is in memory at a time. A checkpoint can be loaded however it is sharded. Here it is sharded like a run
-of that world size with one bucket per dtype, so that a rank of such a run reads little more than its own file.
+Only one chunk is in memory at a time. A run can load a checkpoint however it is sharded. Here a checkpoint is sharded
+as in a run of that world size with one bucket per dtype, so that a rank of such a run reads little more than its own
+file.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def write_native(
     """Write a checkpoint that `load_checkpoint` can read. Return one line about each part that was not converted.
 
     The checkpoint is sharded for `world_size` ranks in one shard group. Random number generators are kept only if the
-    source was saved at the same world size. `dtype` casts the floating-point tensors of the model. `optimizer_kind` is
-    the class of the optimizer, which is needed if the source does not store it.
+    source was saved at the same world size. Floating-point tensors of the model are cast to `dtype`. `optimizer_kind`
+    is the class of the optimizer, which is needed if the source does not store it.
     """
     contents = _as_stored(source, dtype, optimizer_kind)
     cut = _cut(contents, world_size)
@@ -95,9 +96,9 @@ def write_native(
 
 
 def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
-    """Return the contents as they will be stored.
+    """Return the contents as the checkpoint will store them.
 
-    Tensors are cast, tied tensors appear once, and the optimizer's class is set.
+    Tensors have the dtypes to which they will be cast, tied tensors appear once, and the optimizer's class is set.
     """
     contents = source.contents
     require_values(
@@ -133,10 +134,10 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
 
 
 def _tied(source: Source) -> dict[str, list[str]]:
-    """Return the other names of each tied tensor.
+    """Return the other names of each tied tensor, keyed by its first name.
 
     Other formats store a tied tensor under each name, or do not record that it is tied. Tensors count as tied if they
-    hold the same bytes, and their optimizer states are equal or only the first one has a state. So nothing is lost if
+    have the same bytes, and if their optimizer states are equal or only the first one has a state. Nothing is lost if
     they are not really tied. To save time, only matrices are compared, starting with their first elements.
     """
     parameters, optimizer = source.contents.parameters, source.contents.optimizer
@@ -171,7 +172,7 @@ def _digest(source: Source, kind: Kind, name: str, record: TensorRecord) -> byte
 
 
 def _cut(contents: Contents, size: int) -> _Cut:
-    """Shard the tensors as one bucket per dtype and kind of file. Replicated state is assigned to the first rank."""
+    """Shard the tensors as in one bucket per dtype and kind of file. The first rank stores replicated state."""
     specs: dict[tuple[Kind, str], list[ParameterSpec]] = {}
     cut: _Cut = {}
     for kind, name, record in contents.tensors():
@@ -212,7 +213,7 @@ def _is_replicated(record: TensorRecord) -> bool:
 
 
 def _write_rank_states(new: Store, source: Source, world_size: int, notes: list[str]) -> dict[str, FileRecord]:
-    """Write each rank's state into its file.
+    """Write the state that each rank saved for itself to a file, and return the records of these files.
 
     If the world size changes, only the state of rank 0 is written, without its random number generators.
     """

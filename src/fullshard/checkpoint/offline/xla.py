@@ -1,8 +1,8 @@
 """Read the per-rank files of torch_xla's FSDP and of TorchAcc as a source, without torch_xla or an XLA device.
 
-Each file holds `{"model": state dict, "shard_metadata": ...}` of one rank. A shard is 1-D. The parameter is the
-concatenation of the shards of all ranks, cut to its original size. With `flatten_parameters` it is a flat parameter
-that concatenates several others, which `flatten_info` describes. Every file holds complete buffers.
+Each file contains `{"model": state dict, "shard_metadata": ...}` of one rank. A shard is 1-D. A parameter is the
+concatenation of the shards of all ranks, truncated to its original size. With `flatten_parameters`, it is a flat
+parameter that concatenates several others, which `flatten_info` describes. Every file contains complete buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shard = tuple[str, tuple[int, ...], list[torch.Tensor]]
 
 
 def rank_files(directory: Path) -> list[Path]:
-    """Return the files whose names suggest that each belongs to one rank. `is_rank_file` checks their contents."""
+    """Return files whose names suggest that each belongs to one rank. `is_rank_file` checks their contents."""
     names = (path for path in directory.iterdir() if path.suffix in (".pth", ".pt", ".bin") and path.is_file())
     return sorted(path for path in names if "rank" in path.name)
 
@@ -40,7 +40,7 @@ def is_rank_file(path: Path) -> bool:
 
 
 def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> Source:
-    """Open per-rank files with a model and, if it exists, the optimizer's state. `path` is used in messages."""
+    """Open per-rank files of a model and, if they exist, of the optimizer. `path` is used only in error messages."""
     loaded = [
         value for value in map(load_torch_file, files) if isinstance(value, Mapping) and "shard_metadata" in value
     ]
@@ -57,9 +57,9 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> So
 
 
 def _by_rank(loaded: Sequence[Any], path: Path, what: str) -> list[Any]:
-    """Return the files' contents in the order of the ranks that they contain.
+    """Return the contents of the files in the order of the ranks, which are recorded in the files.
 
-    File names cannot be used, because they vary and can collide.
+    The order of the file names cannot be used, because the names vary and can collide.
     """
     ranked = sorted((int(v["shard_metadata"]["rank"]), int(v["shard_metadata"]["world_size"])) for v in loaded)
     if ranked != [(rank, len(loaded)) for rank in range(len(loaded))]:
@@ -71,7 +71,7 @@ def _by_rank(loaded: Sequence[Any], path: Path, what: str) -> list[Any]:
 
 
 def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Source:
-    """Return a source with the parameters of all ranks' files under plain names, and the optimizer's state."""
+    """Return a source of the complete parameters, assembled from all ranks' files, and of the optimizer's state."""
     metadata, ranks = models[0]["shard_metadata"], [value["model"] for value in models]
     if any(list(rank) != list(ranks[0]) for rank in ranks):
         raise CheckpointError(f"{path}: the ranks do not hold the same parameters")
@@ -112,7 +112,7 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
 
 
 def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tuple[str, Pieces]]:
-    """Yield the original parameters that a sharded parameter contains. Usually there is only one."""
+    """Yield (name, tensor) for each original parameter in a sharded one. Usually there is only one."""
     name, size, parts = shard
     unit, _, local = name.rpartition(".")
     names, shapes, numels = flat.get(name) or ([local], [size], [math.prod(size)])
@@ -129,9 +129,9 @@ def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tupl
 def _optimizer_state(
     path: Path, states: Sequence[Any], shards: Sequence[Shard], members: Callable[[Shard], dict[str, Pieces]]
 ) -> dict[str, Any]:
-    """Return the optimizer's state with parameter names.
+    """Return the optimizer's state dict, in which parameters are identified by name.
 
-    torch numbers the state in the model's order of the sharded parameters.
+    The files identify them by number, in the order in which the model has its sharded parameters.
     """
     (options, *more), count = states[0]["param_groups"], len(shards)
     if more or list(options["params"]) != list(range(count)):
