@@ -1,4 +1,4 @@
-"""Dtypes of all tensors by role, and the casts at the boundary of a unit."""
+"""Dtypes of tensors by their role in a step, and the casts of a unit's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """Dtypes by role. None means the default for that role.
+    """Dtypes of tensors by their role. None means the default for that role.
 
     Attributes:
         param_dtype: dtype of the unsharded parameters during computation. The sharded parameters (main weights), and
@@ -33,7 +33,7 @@ class MixedPrecisionPolicy:
             then computes with the rounded values; sharded parameters and checkpoints stay exact. The feature that
             registers packings documents the error. It has no effect on weights that are never cast, or if ranks share
             memory.
-        reduce_as: the same for gradients on the shard axis, which are still summed in `reduce_dtype`.
+        reduce_as: the format in which gradients are sent along the shard axis. They are still summed in `reduce_dtype`.
         param_dtype_override_fn: called for each parameter; returns its `param_dtype`, or None for the default.
 
     Raises:
@@ -70,7 +70,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: Any) -> MixedPrecisionPolicy:
-        """Convert None, this class or a torch policy with the same field names (FSDP1 or FSDP2) to this class."""
+        """Convert None or a policy of torch (FSDP1 or FSDP2) to this class. Return a policy of this class as it is."""
         if policy is None or isinstance(policy, cls):
             return policy or cls()
         if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
@@ -82,18 +82,18 @@ class MixedPrecisionPolicy:
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
     def override(self, parameter: torch.nn.Parameter) -> torch.dtype | None:
-        """Return the compute dtype of this parameter if it differs from `param_dtype`, or None if it does not."""
+        """Return the dtype that `param_dtype_override_fn` sets for this parameter, or None if it sets none."""
         return None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
 
     def dtypes_of(self, override: torch.dtype | None = None) -> Dtypes:
-        """Return the dtype names by role, from which each bucket's dtypes follow. `override` is its compute dtype."""
+        """Return the names of the dtypes, which determine each bucket's dtypes. `override` replaces `param_dtype`."""
         roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
         compute, reduce, gather_as, reduce_as = (None if dtype is None else dtype_name(dtype) for dtype in roles)
         return Dtypes(compute, reduce, gather_as, reduce_as)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as `core.dtypes` writes it, such as `float32`."""
+    """Return the name that `core.dtypes` uses for a dtype, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -104,10 +104,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *, into_mutable: bool = True) -> Any:
-    """Apply `function` to every tensor of `value` inside dicts, lists, (named) tuples and dataclasses.
+    """Apply `function` to every tensor in `value`, which may contain dicts, lists, (named) tuples and dataclasses.
 
-    Unchanged containers are returned as they are, so that subclasses survive. `into_mutable=False` skips lists, dicts
-    and dataclasses, because code may modify them in place.
+    Containers whose tensors do not change are returned as they are, which preserves their classes. With
+    `into_mutable=False`, lists, dicts and dataclasses are skipped, because code may modify them in place.
     """
     if value is None:  # the most common case
         return value
@@ -137,7 +137,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *,
 
 
 def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type. Dataclasses, such as Transformers' outputs, take keyword arguments."""
+    """Return a mapping of the class of `value`. Dataclasses, such as Transformers' outputs, get keyword arguments."""
     if dataclasses.is_dataclass(value):
         return type(value)(**mapped)
     if not isinstance(value, MutableMapping):
@@ -148,7 +148,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return `value` with every floating-point tensor cast to `dtype`, or unchanged if `dtype` is None."""
+    """Return `value` with all floating-point tensors cast to `dtype`. If `dtype` is None, return it unchanged."""
     if dtype is None:
         return value
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
@@ -157,7 +157,7 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
 def moved(value: Any, device: torch.device) -> Any:
     """Move CPU tensors in tuples, lists and mappings to an accelerator. Return `value` itself if `device` is a CPU.
 
-    torch's `fully_shard` also does this, for tuples, lists and dicts, and skips other objects, even dataclasses.
+    torch's `fully_shard` does the same for tuples, lists and dicts, and skips other objects, even dataclasses.
     """
     if device.type in ("cpu", "meta"):
         return value

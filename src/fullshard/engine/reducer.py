@@ -1,4 +1,4 @@
-"""The reductions of a backward: launched in an order shared by all ranks, and published when they arrive.
+"""The reductions of a backward: launched in the same order on all ranks, and published when they are complete.
 
     launch       reduce a bucket, and wait for the oldest in progress to limit the memory of unsharded gradients
     early        add gradients that have arrived to the main gradient, or publish them if an extension wants them early
@@ -25,7 +25,7 @@ class Reducer:
     """The reductions of one model.
 
     Attributes:
-        order: the buckets to be reduced, in progress, and waiting to be published.
+        order: the buckets that are to be reduced, that are being reduced, and that are waiting to be published.
         publishes_early: whether an extension wants each gradient of this backward as soon as it is final.
         published: the buckets published in this backward.
     """
@@ -37,7 +37,7 @@ class Reducer:
         self.published: set[Bucket] = set()
 
     def launch(self, bucket: Bucket) -> None:
-        """Reduce the gradients of a bucket. Every rank must do this in the same order."""
+        """Launch the reduction of a bucket's gradients. Every rank must do this in the same order."""
         gradient = bucket.gradient
         bucket.owner.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         self._advance(bucket)  # finish its earlier reduction in the same backward
@@ -55,10 +55,10 @@ class Reducer:
                         gradient.accumulate_early()
 
     def publish_when_final(self) -> None:
-        """Publish the buckets with final gradients, if an extension wants them early.
+        """If an extension wants gradients early, publish the buckets whose gradients are final.
 
-        These are the buckets that backward has left for good and of which this rank used every parameter. The
-        parameters that only other ranks used are not known before the end.
+        These are the buckets to which backward will not return and of which this rank used every parameter. Which
+        parameters were used only by other ranks is not known before the end.
         """
         if not self.publishes_early:
             return
@@ -71,7 +71,7 @@ class Reducer:
     def publish(self, used: Mapping[Bucket, bytearray]) -> None:
         """Wait for the reductions in progress, and publish every gradient that has not been published yet.
 
-        `used` flags, for each parameter of a bucket, whether it got a gradient on any rank.
+        `used` has a flag for each parameter of a bucket, set if the parameter got a gradient on any rank.
         """
         for bucket in self.order.launched:  # advance all of them first, so that their replicate-axis reductions overlap
             self._advance(bucket)
@@ -79,7 +79,7 @@ class Reducer:
             self._publish(bucket, used[bucket])
 
     def clear(self) -> None:
-        """Reset the record after a backward has ended or failed."""
+        """Forget the buckets of a backward that has ended or failed."""
         self.order.clear()
         self.published.clear()
         self.publishes_early = False
@@ -88,7 +88,7 @@ class Reducer:
         return self.order.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
 
     def _publish(self, bucket: Bucket, used: bytearray) -> None:
-        """Publish the gradient of a bucket."""
+        """Publish the gradient of a bucket once its reduction is complete."""
         unit, gradient = bucket.owner, bucket.gradient
         del self.order.waiting[bucket]
         with unit.waiting("reduce") if gradient.is_arriving else _NOTHING:
@@ -109,7 +109,7 @@ class Reducer:
 
 
 def call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:
-    """Call the hooks given to `register_post_accumulate_grad_hook` for the parameters that were used."""
+    """Call the hooks that users have registered on the parameters of a bucket, for parameters that were used."""
     for parameter, is_used in zip(bucket.sharded_parameters, used, strict=True):
         if is_used and parameter.local_grad is not None:
             for hook in list(parameter.gradient_hooks.values()):

@@ -1,4 +1,4 @@
-"""The steps of one model: what its units share, and what must happen before a forward, a step or a save."""
+"""The schedule of one model: what its units share, and what is done before a forward, a step or a save."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _SETTINGS: Mapping[str, Any] = {
 
 
 class Schedule:
-    """The state shared by the units of one model: settings, steps and order of work. Extensions call it a model.
+    """The state shared by the units of one model: settings, steps and order of work. Extensions call it `model`.
 
     Attributes:
         units: the units, inner ones before the units that contain them; empty until the model is assembled.
         steps: the number of optimizer steps so far.
-        after_step: called with the number of steps, before the first forward after a step.
+        after_step: a function that is called with the number of steps before the first forward after a step.
         is_last_backward: whether the next backward ends a gradient accumulation.
-        keeps_parameters: whether parameters stay unsharded until the step; the `reshard_after_backward` setting of each
-            unit decides where.
+        keeps_parameters: whether parameters stay unsharded until the step, in units with `reshard_after_backward` set
+            to False.
         keeps_gradients: whether every backward except the last of a step leaves its gradients unsharded and unreduced.
     """
 
@@ -61,7 +61,7 @@ class Schedule:
         self._outer_groups: list[dist.ProcessGroup] | None = None
 
     def assemble(self, units: Sequence[Unit]) -> None:
-        """Take over the units of a model, including those that belonged to the schedules of its parts."""
+        """Take over the units of a model, including units that other schedules have managed as separate models."""
         for earlier in dict.fromkeys(other for unit in units if (other := unit.schedule) is not self):
             take_settings(self, earlier, _SETTINGS)
             self.extensions.absorb(earlier.extensions)
@@ -75,7 +75,7 @@ class Schedule:
         self.know_buckets()
 
     def know_buckets(self) -> None:
-        """Assign numbers to the buckets once every unit has its buckets."""
+        """Assign numbers to the buckets and notify the extensions. Do nothing if a unit has no buckets yet."""
         if any(unit.stand_ins is not None for unit in self.units):
             return
         self._number_buckets(0)
@@ -92,7 +92,7 @@ class Schedule:
             tell()
 
     def before_forward(self) -> None:
-        """Prepare for a forward of the model."""
+        """Prepare for a forward of the model: clean up after failures, and detect what has changed between steps."""
         if self.backward.is_under_way:
             self.reset()  # the last backward raised an error
         for tell in self.extensions.before_forward:
@@ -114,37 +114,37 @@ class Schedule:
             unit.reshard_if_outdated()
 
     def begin_use(self, *, in_forward: bool = False) -> None:
-        """Notify the extensions before the first gather of the model, unless a forward has already begun."""
+        """Notify the extensions that parameters will be gathered, unless a forward of the model has already begun."""
         if not self._has_begun:
             for tell in self.extensions.before_first_use:
                 tell(in_forward=in_forward)
 
     def parameters(self) -> list[ShardedParameter]:
-        """Return all sharded parameters."""
+        """Return all sharded parameters of the model."""
         return [parameter for bucket in self.buckets() for parameter in bucket.sharded_parameters]
 
     def outer_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of ranks that share the model along axes outside the mesh."""
+        """Return the process groups, along axes outside the mesh, of the ranks that share the model."""
         if self._outer_groups is None:
             groups = (parameter.spec.outer_group for parameter in self.parameters())
             self._outer_groups = list(dict.fromkeys(group for group in groups if group is not None))
         return self._outer_groups
 
     def buckets(self) -> list[Bucket]:
-        """Return all buckets, unit by unit."""
+        """Return all buckets of the model, unit by unit."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     def reset(self) -> None:
-        """Return the model to rest after a failed step: nothing in progress, and everything sharded."""
+        """Put the model in its state between steps after a failed step: nothing in progress, everything sharded."""
         for unit in self.units:
             unit.forget_forwards()
         self.forward.forget()
         self.backward.forget()
 
     def recover(self) -> None:
-        """Clean up after a backward that raised an error, because autograd does not report its end.
+        """Clean up after a backward that raised an error, because autograd does not notify anyone in this case.
 
-        Only the thread that trains can distinguish such a backward from one in progress.
+        Do so only in the thread that trains: other threads cannot distinguish such a backward from one in progress.
         """
         is_over = self.backward.is_under_way and torch_private.backward_under_way() == -1
         if is_over and threading.get_ident() == self._thread:
@@ -152,11 +152,11 @@ class Schedule:
 
     @property
     def optimizer_steps(self) -> int:
-        """Return the number of optimizer steps so far, including one that no forward has followed yet."""
+        """Return the number of optimizer steps so far. Unlike `steps`, this counts a step before the next forward."""
         return self.steps + self._stepped_since_forward
 
     def before_optimizer_step(self) -> None:
-        """Drop everything gathered from the old main weights, which are about to change."""
+        """Free everything that was gathered from the old main weights, because a step is about to change them."""
         self.recover()  # first, because reductions of a failed backward may still write to gradients
         self.forward.abandon()
         if self.keeps_gradients and not self.is_last_backward:
@@ -174,11 +174,11 @@ class Schedule:
         self.settle()  # a peer may still be reading main weights in place
 
     def units_by_backward(self) -> list[Unit]:
-        """Return the units in the reverse order of the last forward, followed by those that did not run in it."""
+        """Return the units in the reverse order of the last forward, followed by units that did not run in it."""
         return list(dict.fromkeys([*reversed(self.forward.order), *self.units]))
 
     def settle(self) -> None:
-        """Wait until no other rank and no copy reads main weights. They may change at any time afterwards."""
+        """Wait until no other rank and no copy is reading the main weights, so that they may change."""
         for storage in {unit.storage for unit in self.units}:
             storage.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):

@@ -1,4 +1,4 @@
-"""Layouts that define which elements of a tensor each rank owns, for torch and for the engine."""
+"""Layouts that define which elements of a tensor each rank owns. Both torch and the engine use them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RaggedShard(Placement):
 
     Rank r owns the existing elements in [r * shard_numel - offset, (r + 1) * shard_numel - offset).
 
-    `is_shard()` returns False, as for torch's own `_StridedShard`. Callers that get True cut along `.dim` (torch's
-    redistribution and `parallel.fsdp`, and Transformers when it reads files), but an interval has no such dim. DCP,
-    clipping, optimizers, PEFT and Accelerate do not call it.
+    `is_shard()` returns False, as for torch's own `_StridedShard`. Callers that get True (torch's redistribution and
+    `parallel.fsdp`, and Transformers when it reads files) cut a tensor along `.dim`, but an interval has no such dim.
+    DCP, clipping, optimizers, PEFT and Accelerate do not call it.
 
     Attributes:
         shard_numel: number of elements of the bucket that each rank owns.
@@ -56,13 +56,13 @@ class RaggedShard(Placement):
 
 @dataclass(slots=True)
 class ReductionSettings:
-    """The reduction settings of one unit.
+    """The settings for reducing the gradients of one unit.
 
     Attributes:
-        divisor: divides the sum of gradients over all ranks.
+        divisor: the number by which the sum of gradients over all ranks is divided.
         requires_all_reduce: whether to reduce along the replicate axis. While it is False, results are accumulated.
         hook: called with this rank's interval of each reduced gradient before it is published.
-        watch: see `comm.base.Reduction`.
+        watch: a function that inspects parts of reduced gradients; see `comm.base.Reduction`.
     """
 
     divisor: float
@@ -76,7 +76,7 @@ class ReductionSettings:
         return cls(float(mesh.world_size))
 
     def call_hook(self, reduced: torch.Tensor) -> None:
-        """Call the hook if there is one."""
+        """Call the hook, if there is one, with a reduced gradient."""
         if self.hook is not None:
             self.hook(reduced)
             if self.watch is not None:
@@ -84,23 +84,23 @@ class ReductionSettings:
 
 
 class CodedPart(torch.Tensor):
-    """A rank's part of a tensor that is stored in a form instead of as numbers. Subclasses build it from its `parts`.
+    """A rank's part of a tensor that is stored in a coded form. Subclasses build it from `parts`.
 
     Attributes:
         form: the storage form.
-        parts: the 1-D tensors that it consists of, by their names in the form.
+        parts: the 1-D tensors that contain the codes, keyed by their names in the form.
     """
 
     form: StoredForm
     parts: Mapping[str, torch.Tensor]
 
     def decoded(self) -> torch.Tensor:
-        """Return the decoded values as a new plain tensor."""
+        """Decode the values and return them as a new plain tensor."""
         raise NotImplementedError
 
 
 class Name:
-    """The qualified names of a parameter, shared by all tensors with its layout for use in messages."""
+    """The qualified names of a parameter, for messages. All tensors with the parameter's layout share this object."""
 
     __slots__ = ("names",)
 
@@ -114,21 +114,21 @@ class Name:
 class ShardSpec:
     """The place of a tensor in a bucket, which determines the elements that each rank owns.
 
-    The gradient and the optimizer state of a parameter share its spec; rows of the parameter have part of that spec.
-    This class describes tensors that are sharded flat and as one piece. `engine.kinds` documents the other kinds.
+    A parameter, its gradient and its optimizer state share one spec. `part` makes the spec of some of its rows. This
+    class describes tensors that are sharded flat and as one piece. `engine.kinds` documents the other kinds.
 
     Attributes:
         reduction: settings for reducing the gradients of the parameter; None means to average them.
         device_mesh: the torch mesh of the ranks that share the tensor.
         numel: number of elements in `sharded_shape`.
         interval: the elements that this rank owns of the flattened tensor of `sharded_shape`.
-        along_shard: the placement along the shard axis that torch gets to see, if it differs from `placement`.
+        along_shard: the placement along the shard axis that torch is given, if it differs from `placement`.
         beside: the placement along an axis of `device_mesh` that `mesh` does not have, if there is one.
         outer_group: the ranks along that axis.
         chunking: how the tensor is cut along that axis.
         is_row_by_row: whether elements are counted row by row in `sharded_shape`, if that is the full shape.
         start: where this rank's chunk begins in the full tensor, flattened as `chunking` defines.
-        note: the description of that cut in the start-up message.
+        note: a description of the chunking, for the start-up message.
     """
 
     along_shard: Placement | None = None
@@ -169,7 +169,7 @@ class ShardSpec:
         return layout
 
     def placements(self, along_shard: Placement | None, beside: Placement | None) -> list[Placement]:
-        """Return placements for `device_mesh`: the given ones along the axes of the cut, `Replicate()` elsewhere."""
+        """Return placements for `device_mesh`: the two given ones on their axes, and `Replicate()` on all others."""
         ndim = self.mesh.device_mesh.ndim
         placements: list[Placement] = [Replicate()] * self.device_mesh.ndim
         if along_shard is not None and (ndim == 2 or self.mesh.replicate_size == 1):
@@ -180,38 +180,38 @@ class ShardSpec:
 
     @property
     def sharded_shape(self) -> torch.Size:
-        """Return the shape of the tensor to which the interval refers."""
+        """Return the shape of the tensor whose flattened elements `interval` counts."""
         return self.shape
 
     @property
     def is_by_rows(self) -> bool:
-        """Return whether this rank's part has the shape of rows instead of being flat."""
+        """Return whether this rank's part is stored as a tensor of rows instead of a flat tensor."""
         return self.placement.row_numel > 0
 
     @property
     def local_shape(self) -> torch.Size:
-        """Return the shape of this rank's part."""
+        """Return the shape in which this rank stores its part."""
         return self.row_shape if self.is_by_rows else torch.Size((self.interval.numel,))
 
     @property
     def row_shape(self) -> torch.Size:
-        """Return the shape of this rank's part if it consists of complete rows."""
+        """Return the shape of this rank's part as rows. This requires that the part consists of complete rows."""
         rows, *others = self.sharded_shape
         return torch.Size((self.interval.numel * rows // max(1, self.numel), *others))
 
     @property
     def is_chunked(self) -> bool:
-        """Return whether ranks along an axis outside the mesh also own different elements."""
+        """Return whether the tensor is also cut along an axis outside the mesh."""
         return self.chunking is not UNCUT
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this rank has every element, because it is alone or the elements are replicated."""
+        """Return whether this rank owns every element of the tensor."""
         return self.mesh.shard_size == 1 and not self.is_chunked
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the groups in which ranks own different elements. A sum of all elements spans all of them."""
+        """Return the groups whose ranks own different elements. A sum over all elements is reduced over each group."""
         found = (self.mesh.shard_group, self.outer_group if self.is_chunked else None)
         return tuple(group for group in found if group is not None)
 
@@ -226,11 +226,11 @@ class ShardSpec:
         )
 
     def part(self, shape: Sequence[int], start: int) -> ShardSpec:
-        """Return the spec of a tensor of `shape` with the elements of this one from `start` on."""
+        """Return the spec of a tensor of `shape` whose elements are those of this one from `start` on."""
         return self.moved(shape, RaggedShard(self.placement.shard_numel, self.placement.offset + start))
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
-        """Return the spec of a flat tensor of another shape on the same ranks."""
+        """Return the spec of a flat tensor of shape `shape` that is sharded over the same ranks."""
         return ShardSpec(self.mesh, shape, placement, self.name, reduction=self.reduction)
 
     def boxes(self) -> Iterator[IntervalBox]:
@@ -238,15 +238,15 @@ class ShardSpec:
         return boxes(tuple(self.sharded_shape), self.interval)
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to which the interval refers. It is a view of `whole` if that is possible."""
+        """Convert a full tensor to the tensor whose elements `interval` counts. This is a view if possible."""
         return whole
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
-        """Undo `to_sharded`. If ranks outside the mesh own different elements, they must all call this."""
+        """Undo `to_sharded`. If the tensor is chunked outside the mesh, all ranks that share it must call this."""
         return sharded
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, of `local_shape`, of a full tensor or of one that broadcasts to it."""
+        """Return this rank's part, with shape `local_shape`, of a full tensor or of one that broadcasts to it."""
         spread = whole if whole.shape == self.shape else whole.expand(self.shape)
         if self.is_by_rows:  # only with operations that torch's `fully_shard` requires of a wrapper class
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
@@ -256,7 +256,7 @@ class ShardSpec:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the elements of all ranks into a new tensor of shape `shape` on the device. All ranks must call this.
 
-        Every owner broadcasts its interval directly into place. At large world sizes, few ranks own any elements.
+        Each owner broadcasts its interval, which other ranks receive in place. In large jobs, few ranks own elements.
         """
         if isinstance(local, CodedPart):
             local = local.decoded()
@@ -279,10 +279,10 @@ class ShardSpec:
 
 
 class RowSpec(ShardSpec):
-    """The spec of a tensor with intervals of complete rows. torch sees rows, and the engine sees flat elements."""
+    """The spec of a tensor of which each rank owns complete rows. The engine stores these rows as flat elements."""
 
     along_shard: Placement | None = Shard(0)
 
     def part(self, shape: Sequence[int], start: int) -> ShardSpec:
-        """Return the spec of a tensor of `shape` with the elements of this one from `start` on."""
+        """Return the spec of a tensor of `shape` whose elements are those of this one from `start` on."""
         return self if self.shape == torch.Size(shape) else super().part(shape, start)

@@ -1,7 +1,7 @@
-"""The DTensors that leave the engine. Other code sees a full tensor, and each rank stores an interval of it.
+"""The tensors that code outside the engine sees: DTensors of which each rank stores only an interval.
 
-They are parameters, gradients, optimizer state and the values of state dicts. Operations of other code on these tensors
-are added from outside the engine (`ShardedTensor._compute`).
+They are parameters, gradients, optimizer state and the values of state dicts. Code outside the engine defines which
+operations they support (`ShardedTensor._compute`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fullshard.engine.shard_spec import RowSpec, ShardSpec
 
 
 class SpreadTensor(DTensor):
-    """A DTensor over the ranks of a spec. Each rank stores part or all of it.
+    """A DTensor that is distributed as a spec defines. Each rank stores part or all of it.
 
-    `spec` belongs to the parameter itself, or to the parameter from which the tensor was computed.
+    `spec` is that of a parameter, or of the parameter from which the tensor was computed.
     """
 
     spec: ShardSpec
 
     def __init__(self, *_args: object, **_options: object) -> None:
-        """Do nothing, because DTensor's own `__init__` takes as long as creating the tensor."""
+        """Skip DTensor's own `__init__`, which takes as long as creating the tensor."""
 
     @property
     def name(self) -> str:
-        """Return the name of the parameter that these values belong to or come from, or all names if it is tied."""
+        """Return the name of the parameter from which the values come. If it is tied, return all its names."""
         return str(self.spec.name)
 
     @property
@@ -42,11 +42,11 @@ class SpreadTensor(DTensor):
 
 
 class ShardedTensor(SpreadTensor):
-    """A tensor distributed over ranks. Each rank stores an interval, shape (n,), of the flattened elements.
+    """A DTensor of which each rank stores an interval of the flattened elements, shape (n,).
 
     Args:
         local: this rank's interval.
-        spec: the place of that interval.
+        spec: the spec that defines which elements each rank owns.
         requires_grad: whether autograd computes a gradient for the tensor.
 
     Attributes:
@@ -60,7 +60,7 @@ class ShardedTensor(SpreadTensor):
     )  # by identity like a tensor's, but in C, because every look-up of optimizer state calls it
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> ShardedTensor:
-        """Create the tensor around this rank's interval `local`."""
+        """Create the tensor from this rank's interval `local`."""
         cls = RowTensor if cls is ShardedTensor and isinstance(spec, RowSpec) else cls
         self: ShardedTensor = torch_private.wrap(cls, local, spec.layout(local.dtype), requires_grad=requires_grad)
         self.spec = spec
@@ -68,7 +68,7 @@ class ShardedTensor(SpreadTensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """Return this rank's interval, shape (n,), which is not part of autograd's graph."""
+        """Return this rank's interval, shape (n,), detached from autograd."""
         return torch_private.local_of(self)
 
     @property
@@ -78,23 +78,23 @@ class ShardedTensor(SpreadTensor):
 
     @property
     def interval(self) -> Interval:
-        """Return the elements that this rank owns of the flattened tensor, or of `ShardSpec.sharded_shape`."""
+        """Return the indices of this rank's elements in the flattened tensor, of shape `ShardSpec.sharded_shape`."""
         return self.spec.interval
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a torch kernel that receives a sharded tensor. torch calls this for every such kernel."""
+        """Run a torch kernel that has a sharded tensor among its arguments. torch calls this for every such kernel."""
         return cls._compute(func, args, kwargs or {})
 
     def boxes(self) -> list[IntervalBox]:
-        """Return this rank's interval as boxes in the full tensor."""
+        """Return the boxes in the full tensor that make up this rank's interval."""
         return list(self.spec.boxes())
 
 
 class RowTensor(ShardedTensor):
-    """A sharded tensor with complete rows on each rank (`RowSpec`). torch sees their shape and `Shard(0)`."""
+    """A sharded tensor of which each rank owns complete rows (`RowSpec`). For torch, its placement is `Shard(0)`."""
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -106,7 +106,7 @@ class RowTensor(ShardedTensor):
 
 
 def part_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor | None:
-    """Return this rank's part, shape (n,), of a DTensor with the layout of `spec`, or None if its layout differs."""
+    """Return this rank's part of a DTensor, shape (n,), or None if the DTensor does not have the layout of `spec`."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local if spec.is_like(tensor.spec) else None
     layout, expected = torch_private.layout_from(tensor), spec.layout(tensor.dtype)
@@ -116,9 +116,9 @@ def part_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor | None:
 
 
 def dtensor_of(local: torch.Tensor, spec: ShardSpec, placement: Placement | None = None) -> DTensor:
-    """Return a DTensor of torch's own class over the ranks of a spec.
+    """Return a DTensor of torch's own class, with `local` as this rank's part, over the ranks of a spec.
 
-    It is replicated along all axes, or along the axes that do not cut it if a `placement` is given.
+    If `placement` is given, it applies to the axes along which the spec cuts tensors. All other axes replicate.
     """
     placements = spec.placements(
         placement if spec.mesh.shard_size > 1 else None, placement if spec.is_chunked else None

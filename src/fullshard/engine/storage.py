@@ -1,6 +1,6 @@
-"""The location of a unit's shards: on the compute device, or wherever a feature puts them.
+"""The storage of a unit's shards: on the compute device, or where a feature puts them.
 
-A feature subclasses `Storage` and registers a function that creates one from an `offload_policy`.
+A feature subclasses `Storage` and registers a function that creates an instance from an `offload_policy`.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """Keeps shards on the compute device. A subclass moves what `offload` lists; bucket plans follow `offload`."""
+    """Keeps shards on the compute device. Subclasses keep the tensors named in `offload` elsewhere."""
 
     offload: Offload = Offload()
 
     def check(self, plans: Sequence[UnitPlan]) -> None:
-        """Raise an error if a model with these units cannot be stored like this."""
+        """Raise an error if this storage does not support a model with these units."""
 
     def is_home(self, device: torch.device) -> bool:
-        """Return whether shards may be on this device, which is not the compute device."""
+        """Return whether shards may be on this device, although it is not the compute device."""
         return False
 
     # -- a bucket -----------------------------------------------------------------------------------------------
 
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
-        """Return zeros for this rank's part of a bucket as it is stored: shape (S,), or the bytes of a storage form."""
+        """Return zeros as memory for this rank's part of a bucket: shape (S,), or the bytes of a storage form."""
         return torch.zeros(bucket.plan.main_numel, dtype=bucket.dtype, device=bucket.mesh.device)
 
     def make_compute_shard(self, bucket: Bucket) -> torch.Tensor:
-        """Return the tensor, shape (S,), from which a bucket is gathered."""
+        """Return the tensor, shape (S,), that this rank contributes when a bucket is gathered."""
         return bucket.main
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
-        """Launch the gather of a bucket. `is_changed` says that `main` has changed since the last gather."""
+        """Launch the gather of a bucket. `is_changed` is set if `main` has changed since the last gather."""
         # Only within a backward: between steps, code may change memory without torch counting it.
         is_unchanged = not is_changed and torch_private.backward_under_way() != -1
         return bucket.buffer.gather(bucket.compute_shard, tag=bucket.tag, exactly=exactly, is_unchanged=is_unchanged)
 
     def take_gradient(self, bucket: Bucket, reduced: Work, nbytes: int) -> Work:
-        """Move a reduced gradient to the device of `main`. Called if that is not the compute device."""
+        """Move a reduced gradient to the device of `main`. This is called only if it is not the compute device."""
         return reduced
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until no copy reads shards. They may change at any time afterwards."""
+        """Wait until no copy operation is reading shards, so that they may change."""
 
     def before_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Run before an optimizer updates these buckets, while nothing is unsharded."""
@@ -71,7 +71,7 @@ _forms: list[Form] = []
 
 
 def register_storage(form: Form) -> None:
-    """Register a function that creates the storage for the policies it supports. It returns None for others."""
+    """Register a function that returns the storage for an offload policy, or None if it does not know the policy."""
     _forms.append(form)
 
 

@@ -1,12 +1,12 @@
-"""A unit: a module with parameters that hooks unshard together at the right moments.
+"""A unit: one or more modules whose parameters are unsharded together, by hooks, when they are needed.
 
     pre-forward       move inputs to the device, unshard, prefetch the next unit, cast and watch inputs
     post-forward      watch the outputs' gradients, reshard, cast outputs
     pre-backward      unshard, prefetch the previous unit (runs when the gradient of an output exists)
     post-backward     reshard, hand the gradients over for reduction (runs when all inputs have gradients)
 
-One forward of the unit to which autograd may return is a `Call` (`engine.call`). Calls are referenced weakly: the hooks
-on the outputs own them, so a dropped graph also drops its calls.
+A `Call` (`engine.call`) is one forward of the unit that may have a backward. The unit refers to its calls weakly. The
+hooks on the outputs own them, so when a graph is freed, its calls are freed too.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Unit(UnitParameters):
     Attributes:
         asked_to_free: whether to free unsharded parameters between forward and backward. None frees them unless this is
             the outermost unit.
-        prefetched_in_forward, prefetched_in_backward: units to gather ahead while this one runs; None means the next in
-            order.
-        is_kept_for_backward: whether the unit stays unsharded until the backward pass ends, because no output hook
-            will signal its start.
+        prefetched_in_forward, prefetched_in_backward: the units to prefetch while this one runs; None means the unit
+            that is next in order.
+        is_kept_for_backward: whether the unit stays unsharded until the backward pass ends, because no output hook will
+            signal its start.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Unit(UnitParameters):
             module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
 
     def allocate(self, values: Values | None = None) -> None:
-        """Create the buckets and collect their gradients. `values` supplies values that the parameters do not hold."""
+        """Create the buckets and watch their gradients. `values` supplies the values of parameters without memory."""
         buckets = []
         for number, slots in enumerate(by_bucket(self.slots, self.policy)):
             bucket_type = kind_of(slots[0].parameter).bucket_type or Bucket
@@ -87,15 +87,15 @@ class Unit(UnitParameters):
                 self.watch_gradients(bucket)
 
     def watch_gradients(self, bucket: Bucket) -> None:
-        """Start to collect the gradients of `bucket`."""
+        """Register hooks that collect the gradients of `bucket`."""
         self._gradient_hooks.watch(self, bucket)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a module of the unit as if it were the module's forward.
+        """Call a method of one of the unit's modules with the hooks that run around the module's forward.
 
-        During a forward of the unit, only call the method.
+        If a forward of the unit is in progress, the method is called without these hooks.
         """
         if self._running and not self.is_at_rest:
             return method(*args, **kwargs)
@@ -173,7 +173,7 @@ class Unit(UnitParameters):
         return cast_floating(output, self.policy.output_dtype)
 
     def begin_backward(self) -> None:
-        """Begin the model's backward at the first gradient of a bucket, in case no output has announced it."""
+        """Begin the model's backward when a gradient of this unit exists, in case no output hook has done so."""
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward reached its parameters before any of its "
@@ -186,7 +186,7 @@ class Unit(UnitParameters):
         self.schedule.backward.begin(self)
 
     def pre_backward(self, call: Call) -> None:
-        """Unshard for the backward of `call` when backward has reached an output."""
+        """Unshard the parameters, because backward has reached an output of `call`."""
         if torch.is_grad_enabled() and not (self.is_pinned or all(bucket.shares_main for bucket in self.buckets)):
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True (also used by "
@@ -208,7 +208,7 @@ class Unit(UnitParameters):
         self.emit(EventKind.BACKWARD_BEGIN)
 
     def post_backward(self, call: Call) -> None:
-        """Reshard and reduce after backward has passed all inputs of `call`."""
+        """Reshard the parameters and reduce the gradients, because backward has left `call` through all its inputs."""
         self.schedule.backward.hookless_calls.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
@@ -223,7 +223,7 @@ class Unit(UnitParameters):
         self.schedule.backward.reducer.publish_when_final()
 
     def reduce_if_left(self) -> None:
-        """Reduce the unit's gradients unless backward will still return to a call, which adds to them."""
+        """Reduce the unit's gradients, unless backward has yet to reach a call that will add to them."""
         if not self.calls.pending():
             self._reduce()
 
@@ -232,7 +232,7 @@ class Unit(UnitParameters):
             self.schedule.backward.reduce_when_due(bucket)
 
     def gradients_complete(self, bucket: Bucket) -> None:
-        """Reduce `bucket` when it is due, after autograd has accumulated all its gradients."""
+        """Reduce `bucket` when its turn comes, because autograd has accumulated all its gradients."""
         if any(not call.is_active for call in self.calls.pending()):
             return  # on other ranks, a later call adds to these gradients before they are reduced
         self.schedule.backward.reduce_when_due(bucket)
@@ -241,7 +241,7 @@ class Unit(UnitParameters):
         self.schedule.backward.reducer.publish_when_final()
 
     def _reshard_if_passed(self) -> None:
-        """Reshard when all gradients exist, if nothing else would show that backward has left the calls.
+        """Reshard if all gradients exist and no hook will signal that backward has left the calls.
 
         If an input requires a gradient, or a parameter is frozen, backward may still read a parameter.
         """
@@ -256,7 +256,7 @@ class Unit(UnitParameters):
             self.reshard()
 
     def finish_backward(self) -> None:
-        """End the complete backward: discard its calls and leave nothing unsharded."""
+        """Clean up at the end of the complete backward: end all calls and reshard, unless set to keep parameters."""
         for call in self.calls.live():
             call.end()
         self.is_kept_for_backward = False
@@ -267,14 +267,14 @@ class Unit(UnitParameters):
     # -- after a failure ----------------------------------------------------------------------------------------
 
     def abandon_forward(self) -> None:
-        """Return to rest after a forward that ended without its hooks. Gradients collected earlier stay."""
+        """Return to rest after a forward that ended without its hooks. Keep gradients collected earlier."""
         self._running = 0
         self._current.clear()
         self._ran.clear()
         self.reshard()
 
     def forget_forwards(self) -> None:
-        """Discard all forwards after a failed step."""
+        """Discard all forward calls after a failed step."""
         self._running = 0
         self.calls.clear()
         self._current.clear()
@@ -282,7 +282,7 @@ class Unit(UnitParameters):
         self.is_kept_for_backward = False
 
     def give_up_backward(self) -> None:
-        """Discard a failed backward. Another backward may still reach the forwards before it."""
+        """Discard a failed backward. Keep the forward calls, because another backward may still reach them."""
         for call in self.calls.live():
             call.is_active = False
         for bucket in self.buckets:

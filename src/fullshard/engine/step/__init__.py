@@ -1,4 +1,4 @@
-"""Everything that happens at an optimizer's step.
+"""The parts of the engine that run at an optimizer step.
 
 hooks             run before and after every step
 plain_tensors     lets torch's element-wise optimizers update plain tensors

@@ -1,4 +1,4 @@
-"""Adapters for optimizers that do not accept sharded parameters. A feature registers the adapters it needs."""
+"""Adapters for optimizers that do not accept sharded parameters. Features register them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fullshard.engine.parameter import ShardedParameter
 
 
 class OptimizerAdapter:
-    """Base class that adapts an optimizer to sharded parameters. It does nothing, which suits most optimizers.
+    """Base class of adapters from optimizers to sharded parameters. It does nothing, which suits most optimizers.
 
     Attributes:
         needs_plain_memory: whether the optimizer accesses a tensor's memory directly, and so rejects a wrapper of
             several tensors.
         keeps_plain_state: whether its state consists of plain tensors of this rank's intervals, even between steps.
-        works_on_parts: whether the optimizer can update each rank's part, whatever its update rule depends on.
+        works_on_parts: whether it can update parts of tensors, even if its update rule is not element-wise.
     """
 
     needs_plain_memory: ClassVar[bool] = False
@@ -30,30 +30,30 @@ class OptimizerAdapter:
         return True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with which `step` must be called."""
+        """Prepare the optimizer for a step, and return the arguments with which `step` is to be called."""
         return args, kwargs
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Undo `before_step` if it has changed anything. The optimizer may not have stepped in between."""
+        """Undo `before_step` if it has changed anything. If `has_stepped` is False, the step did not take place."""
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
         """Return which part of the optimizer's state a state dict cannot hold, or "" if it can hold everything."""
         return ""
 
     def is_laid_out(self, optimizer: Any, key: str) -> bool:
-        """Return whether a state tensor with this key and a parameter's shape gets the parameter's layout."""
+        """Return whether state under this key, if it has a parameter's shape, is sharded like the parameter."""
         return True
 
     def values(self, kept: Any) -> Any:
-        """Return the values behind a state entry of any optimizer."""
+        """Decode a state entry of any optimizer and return its values. Return entries without codes unchanged."""
         return kept
 
     def saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of one parameter in the form for a state dict, before tensors get their layout."""
+        """Return one parameter's state as a state dict stores it, before tensors get the parameter's layout."""
         return state
 
     def kept(self, optimizer: Any, parameter: ShardedParameter, state: dict[str, Any]) -> Mapping[str, Any]:
-        """Undo `saved`, with this rank's intervals instead of full tensors."""
+        """Return one parameter's state in the optimizer's own format: the inverse of `saved`, for intervals."""
         return state
 
 
@@ -62,17 +62,17 @@ _registered: list[OptimizerAdapter] = []
 
 
 def register_adapters(*adapters: OptimizerAdapter) -> None:
-    """Register adapters, which are tried after those registered before."""
+    """Register adapters. For each optimizer, those registered earlier are tried first."""
     _registered.extend(adapters)
 
 
 def adapter_of(optimizer: torch.optim.Optimizer) -> OptimizerAdapter:
-    """Return the adapter for the optimizer."""
+    """Return the first adapter that accepts the optimizer, or one that does nothing."""
     return next((adapter for adapter in _registered if adapter.takes(optimizer)), _NONE)
 
 
 def values_of(kept: Any) -> Any:
-    """Return the values behind a state entry that an adapter recognizes. Return any other entry unchanged."""
+    """Return the values in a state entry, decoded by the adapter that recognizes it, if there is one."""
     for adapter in _registered:
         kept = adapter.values(kept)
     return kept

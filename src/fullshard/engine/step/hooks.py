@@ -1,4 +1,4 @@
-"""Hooks before and after every optimizer step, and the check that an optimizer can work on intervals."""
+"""Hooks that run before and after every optimizer step, and the check that an optimizer can work on intervals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ sharded, because it may be sharded later."""
 
 
 def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
-    """Return the buckets that the optimizer updates. Check the optimizer unless its parameters are unchanged."""
+    """Return the buckets that the optimizer updates. Check the optimizer first if its parameters have changed."""
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     known, buckets = _held.get(optimizer, ([], []))
     if buckets and are_same(parameters, known):
@@ -61,7 +61,7 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Check the optimizer before its step, and drop everything gathered from weights that are about to change."""
+    """Check the optimizer before its step, and free everything gathered from weights that are about to change."""
     buckets = _checked_buckets(optimizer)
     if not buckets:
         return None
@@ -102,7 +102,7 @@ def _tell(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
 def _tell_after_closure(
     optimizer: torch.optim.Optimizer, buckets: list[Bucket], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Wrap the closure among the arguments of a step, so that extensions are notified after each of its calls."""
+    """Wrap the closure in the arguments of `step`, so that extensions are notified after each call of it."""
 
     def telling(closure: Any) -> Any:
         def call() -> Any:
@@ -116,7 +116,7 @@ def _tell_after_closure(
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Undo the preparations for a step and notify the storages, after the step of any optimizer."""
+    """Undo what was prepared for a step, and notify the storages. This runs after the step of any optimizer."""
     finish_step(optimizer)
     adapter_of(optimizer).rest(
         optimizer, has_stepped=True

@@ -1,7 +1,7 @@
 """Let torch's element-wise optimizers update plain tensors, which avoids a dispatch per parameter and operation.
 
-Only the optimizer's own loop sees plain tensors. Its parameter groups, every `.grad` and the state of each parameter
-keep their sharded tensors, and the loop updates the memory of these.
+The optimizer sees plain tensors only in its update loop, which writes to the memory of the sharded tensors. Its
+parameter groups, every `.grad` and the state of each parameter still consist of sharded tensors.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ ELEMENT_WISE = (
 
 
 def use_plain_tensors(optimizer: optim.Optimizer) -> None:
-    """Make one of torch's element-wise optimizers update plain tensors from now on. Leave other optimizers alone."""
+    """Make an optimizer update plain tensors from now on, if it is one of torch's element-wise optimizers."""
     if type(optimizer) in ELEMENT_WISE and torch_private.INIT_GROUP not in vars(optimizer):
         setattr(optimizer, torch_private.INIT_GROUP, _InitGroup(optimizer))
 
 
 def finish_step(optimizer: optim.Optimizer) -> None:
-    """Assign the state that the optimizer sets after its loop, as SGD does, to the parameters."""
+    """Store under the parameters the state that the optimizer sets after its update loop, as SGD does."""
     init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):
         init_group.take_state()
 
 
 class _InitGroup:
-    """A replacement for `Optimizer._init_group`, which lists the tensors, gradients and state of a parameter group."""
+    """Replaces `Optimizer._init_group`, which lists the tensors, gradients and state of a parameter group."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -76,7 +76,7 @@ class _InitGroup:
             self._take_state_of(listed)
 
     def take_state(self) -> None:
-        """Assign the state of the plain tensors of this step to their parameters."""
+        """Move the state that was stored under plain tensors in this step to the parameters."""
         listed, self._listed = self._listed, []
         self._take_state_of(listed)
 
@@ -93,5 +93,5 @@ class _InitGroup:
 
 
 def as_local(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with this rank's interval, a plain tensor, in place of each sharded tensor."""
+    """Return the state with each sharded tensor replaced by this rank's interval, which is a plain tensor."""
     return {key: value.local if isinstance(value, ShardedTensor) else value for key, value in state.items()}
