@@ -265,7 +265,7 @@ class _CopyStore(Store):
 
     @property
     def directory(self) -> Path:
-        """See `Store`."""
+        """Return the directory of the copy, in which its files stay."""
         return Path(self.final)
 
 
@@ -278,7 +278,7 @@ class PendingCopy(Pending):
     directory: Path
 
     def complete(self, ranks: Ranks) -> Location:
-        """See `Pending`."""
+        """Write the copy, send it to the next host, and mark it as valid. All of `ranks` must call this."""
         ranks.together("sealing a copy in host memory", self._write(ranks))
         if self.hosts.local_rank == 0:
             _remove_others(self.directory)

@@ -318,7 +318,7 @@ class Manifest(_Record):
     own_names: bool = Field(default=False, exclude_if=lambda own_names: not own_names)
 
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
-        """See `stored_tensors`."""
+        """Yield (kind of file, name in that file, record) for every stored tensor."""
         return stored_tensors(self.parameters | self.buffers, self.optimizer)
 
     def file_name(self, kind: str, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Save a checkpoint: every rank writes what it owns, and rank 0 commits the result.
+"""Save a checkpoint: every rank writes the elements that it owns, and rank 0 commits the result.
 
     rank 0        creates `.tmp-NAME-ID`                                  [all learn the id]
     every rank    collects what it will write                             [all can, or all fail]
@@ -6,8 +6,8 @@
     every rank    writes its files there, fsyncs them, reports sizes and checksums      [rank 0 learns all, or all fail]
     rank 0        checks that every element is stored exactly once, writes the manifest, fsyncs, renames to NAME
 
-Before the rename nothing looks like a checkpoint and no old checkpoint is changed. An object store cannot rename, so
-there the manifest commits the checkpoint: see `store`.
+Before the directory is renamed, nothing looks like a checkpoint, and no old checkpoint is changed. An object store
+cannot rename, so the manifest commits the checkpoint there; see `store`.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def save_checkpoint(
         extra: values for `load_checkpoint` to return: numbers, text, tensors, and lists, tuples and dicts of them.
         objects: further objects with `state_dict()` and `load_state_dict()`, to be loaded in the same order.
         weights: names of the parameters and buffers to store; None means all. For the others (for example a frozen base
-            model that is stored elsewhere) only shapes and dtypes are recorded.
-        total_limit: the number of checkpoints to keep in the directory of `path`. The oldest are removed after the new
-            one is complete.
-        overwrite: replace `path` if it exists. The old checkpoint stays complete until the new one is.
+            model that is stored elsewhere), only shapes and dtypes are recorded.
+        total_limit: the number of checkpoints to keep in the directory of `path`. The oldest ones are removed after the
+            new one is complete.
+        overwrite: replace `path` if it exists. The old checkpoint is kept until the new one is complete.
 
     Returns:
         `path`.
 
     Raises:
         CheckpointError: a rank failed, or another job has reserved the folder (with `total_limit`) or the name (with
-            `overwrite`). Every rank raises it, and `path` is left as it was.
+            `overwrite`). Every rank raises it, and `path` is as it was before.
         ConfigError: `total_limit` is below 1.
     """
     pending = prepare_save(
@@ -88,14 +88,14 @@ def save_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A future checkpoint directory that all ranks fill before it is committed."""
+    """A checkpoint directory that all ranks fill before it gets its final name."""
 
     ranks: Ranks
     store: Store
 
     @classmethod
     def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
-        """Agree on one destination. All ranks of `model` must call this."""
+        """Return the destination of a save, with an id that all ranks of `model` agree on. All ranks must call this."""
         for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
             schedule.note_save()  # before anything can wait for a rank that continues to train
         ranks = Ranks.of(model)
@@ -110,7 +110,7 @@ class Destination:
 
     @property
     def save_id(self) -> str:
-        """Return the id that distinguishes this save from other attempts."""
+        """Return the id that distinguishes this save from all other saves."""
         return self.store.save_id
 
     def make(self, doing: str, *, several: bool = False) -> None:
@@ -127,7 +127,7 @@ class Destination:
     def hold(self, *, total_limit: int | None) -> None:
         """Reserve the folder or name in which this save may replace or remove checkpoints. All ranks must call this.
 
-        Raise an error if another job has reserved it. See `lease`.
+        Raise `CheckpointError` if another job has reserved it. See `lease`.
         """
 
         def hold() -> None:
@@ -141,13 +141,13 @@ class Destination:
         self.ranks.on_rank_0(f"saving {self.final}", hold)
 
     def commit(self, manifest: bytes | None = None) -> None:
-        """Commit the checkpoint; see `Store.commit`. Called on rank 0 only."""
+        """Commit the checkpoint; see `Store.commit`. Only rank 0 calls this."""
         self.store.manifest = manifest
         self.store.commit()
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
-        """Remove all files of the save if the block fails."""
+        """Remove all files of the save if the block raises an error."""
         try:
             yield
         except BaseException:
@@ -158,11 +158,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Pending(ABC):
-    """A save that has collected its state but not yet written it.
+    """A save for which the state has been collected, but that has not been written yet.
 
-    `complete` writes it, immediately or in another thread. `then` is a further task for rank 0 after the checkpoint is
-    complete: a description and a function of the checkpoint's directory. The checkpoint remains even if that task
-    fails.
+    `complete` writes it, immediately or in another thread. `then` is (description, function): rank 0 calls the function
+    with the checkpoint's directory after the checkpoint is complete. The checkpoint remains even if the function fails.
     """
 
     destination: Destination
@@ -173,7 +172,7 @@ class Pending(ABC):
     def complete(self, ranks: Ranks) -> Location:
         """Write the checkpoint and commit it. All of `ranks` must call this.
 
-        A call from another thread needs `ranks` whose process group no other thread uses.
+        If another thread calls it, `ranks` must have a process group that only this thread uses.
         """
         begin = time.monotonic()
         final = self._complete(ranks)
@@ -196,15 +195,15 @@ class Pending(ABC):
 
     @abstractmethod
     def _write(self, ranks: Ranks) -> Callable[[], None]:
-        """Write everything and return the function that commits the checkpoint, for rank 0 to call."""
+        """Write all files. Return the function that commits the checkpoint, which only rank 0 calls."""
 
 
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> PendingSave:
-    """Run the part of a save during which training must pause. All ranks must call this.
+    """Do the part of a save during which training must pause. All ranks must call this.
 
-    If `memory` is given, the state is copied into it, so that training can continue before the state is written.
+    If `memory` is given, the state is copied into it, so that training can continue while the state is written.
     """
     total_limit, model = arguments.get("total_limit"), arguments["model"]
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
@@ -229,7 +228,7 @@ def prepare_save(
 
 @dataclass(frozen=True, slots=True)
 class PendingSave(Pending):
-    """A prepared save of one checkpoint."""
+    """A save of one model that is ready to be written."""
 
     writer: RankWriter
     parts: int
@@ -254,9 +253,9 @@ def prepare_parts(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> PendingParts:
-    """Prepare to save several models, as `prepare_save` does for one.
+    """Prepare to save several models, as `prepare_save` does for one. All ranks must call this.
 
-    The result is a directory that holds one checkpoint per model and is committed as a unit.
+    The save creates a directory that contains one checkpoint per model. All of them are committed together.
     """
     destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
     destination.hold(total_limit=total_limit)
@@ -270,7 +269,7 @@ def prepare_parts(
 
 @dataclass(frozen=True, slots=True)
 class PendingParts(Pending):
-    """A prepared save of several checkpoints."""
+    """A save of several models that is ready to be written."""
 
     parts: tuple[PendingSave, ...]
 

@@ -1,4 +1,4 @@
-"""Distribute tensors over the files of a Hugging Face directory, for exports of live models and of checkpoints."""
+"""Distribute tensors over the files of a Hugging Face directory. Exports of live models and of checkpoints use this."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
-    """Return the file number for each tensor, in order.
+    """Return the number of the file in which to store each tensor, in the order of `sizes`.
 
-    A new file is started when a tensor would exceed the limit.
+    A new file is started when the current one would become larger than the limit.
     """
     numbers, number, filled = [], 0, 0
     for nbytes in sizes:
@@ -34,14 +34,14 @@ def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
 
 
 def file_names(count: int) -> list[str]:
-    """Return the names of `count` files."""
+    """Return the names of the files if there are `count` of them."""
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> None:
-    """Write the index of several files. A single file does not need one."""
+    """Write the index that tells which file contains each tensor. A single file does not need an index."""
     if len(files) == 1:
         return
     places = {entry.name: (name, entry.nbytes) for name, entries in files.items() for entry in entries}
@@ -55,7 +55,7 @@ def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> 
 def parse_size(size: int | str) -> int:
     """Convert a number of bytes, or text such as `5GB` (10**9) or `5GiB` (2**30), to bytes.
 
-    Raises `ConfigError` for any other text.
+    Raise `ConfigError` for any other text.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
@@ -68,7 +68,7 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert a name to a floating-point dtype. Raises `ConfigError` for any other dtype."""
+    """Convert a name to a floating-point dtype. Raise `ConfigError` if exports do not support this dtype."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     is_usable = isinstance(found, torch.dtype) and found.is_floating_point and dtype_name(found) in DTYPES
     if dtype is not None and not is_usable:

@@ -1,6 +1,6 @@
 """Find the sources of a model's tensors in a Hugging Face directory.
 
-A source is a stored tensor, or is computed from stored tensors.
+A source is either a stored tensor, or computed from stored tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMPARED_NUMEL = 2**20
 class Match:
     """The result of matching a directory with a model.
 
-    It holds the sources, keyed by the model's names, and the stored names that are not used.
+    It contains the sources, keyed by the model's names, and the names of stored tensors that are not used.
     """
 
     sources: dict[str, TensorSource]
@@ -34,7 +34,7 @@ class Match:
 
 
 def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
-    """Match the model's tensors with those of a directory."""
+    """Match the model's tensors with those of a directory. Raise `CheckpointError` if files contradict each other."""
     as_it_is, groups, unused, again = rules.load(stored)
     found: dict[str, TensorSource] = {name: stored[key] for name, key in as_it_is.items()}
     clashes = [
@@ -65,14 +65,14 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
 def read_whole(
     source: TensorSource, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return a complete source as a new tensor."""
+    """Read all elements of a source, and return them as a new tensor."""
     whole = torch.empty(shape, dtype=dtype, device=device)
     source.read(Interval(0, whole.numel()), whole.view(-1))
     return whole
 
 
 def are_equal(one: TensorSource, other: TensorSource) -> bool:
-    """Return whether two sources hold the same values. Both are read a few elements at a time."""
+    """Return whether two sources have the same values. Both are read in parts of limited size."""
     if one is other:
         return True
     if one.shape != other.shape:
@@ -90,7 +90,10 @@ def are_equal(one: TensorSource, other: TensorSource) -> bool:
 def _coded_together(
     group: Group, stored: Mapping[str, TensorSource], outline: Outline
 ) -> Callable[[str, tuple[int, ...]], CodedSource] | None:
-    """Return a function that returns the codes of a tensor in a group, or None if the files hold none as codes."""
+    """Return a function that returns the source of a tensor's codes, for the tensors of one group.
+
+    Return None if the files do not contain codes for this group.
+    """
     taken = {key: stored[key].coded for _, key in group.takes}
     first = next((coded for coded in taken.values() if coded is not None), None)
     if first is None:
@@ -103,9 +106,10 @@ def _coded_together(
             parts[part.name] = _Together(group, own, outline, torch_dtype(part.dtype))
 
     def coded_of(name: str, shape: tuple[int, ...]) -> CodedSource:
-        """Return the codes of a tensor whose values have this shape.
+        """Return the source of the codes of a tensor whose values have this shape.
 
-        The result cannot be kept at rest (it has no mark) if the row length is not a multiple of the block size.
+        If the row length is not a multiple of the block size, the source has no mark, so that the values are read
+        instead.
         """
         sources: dict[str, TensorSource] = {}
         for part in first.form.parts if parts else ():
@@ -127,7 +131,7 @@ def _is_by_rows(source: TensorSource) -> bool:
 
 
 class _Together:
-    """Holds the tensors of a group, which are computed when the first is read and kept until the last has been read."""
+    """The tensors of one group, computed when the first one is read and kept until all of them have been read."""
 
     def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline, dtype: torch.dtype) -> None:
         self.group, self._stored, self._outline, self._dtype = group, stored, outline, dtype
@@ -149,7 +153,7 @@ class _Together:
         out.copy_(self._made.pop(name).reshape(-1)[interval.start : interval.stop])
 
     def _read_rows(self, interval: Interval, out: torch.Tensor, row_numel: int) -> None:
-        """Read one row at a time, so that a layer of many experts is never completely in memory."""
+        """Read one row at a time, so that the many experts of a layer are never all in memory."""
         for index in range(interval.start // row_numel, -(-interval.stop // row_numel)):
             row = self.group.row(index, self._whole, self._outline).reshape(-1)
             part = Interval(index * row_numel, (index + 1) * row_numel).intersect(interval)

@@ -1,4 +1,4 @@
-"""Provide host memory into which a state is copied before it is written in the background."""
+"""Host memory into which a state is copied before it is written in the background."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Holds copies of tensors in one block of host memory per saved state.
+    """Host memory for copies of tensors. Each saved state is copied into one block.
 
-    Blocks are reused, because allocating the pages of a new block takes longer than the copy.
+    Blocks are reused, because it takes longer to allocate the pages of a new block than to copy the tensors.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class HostMemory:
         self._used: list[torch.Tensor] = []
 
     def reuse(self) -> None:
-        """Release all copies, so that their blocks can be reused."""
+        """Discard all copies, so that later copies can reuse their blocks."""
         self._free += self._used
         self._used.clear()
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copy tensors, grouped by kind of file and keyed by name, into one block."""
+        """Copy tensors into one block, and return the copies. Both are grouped by kind of file and keyed by name."""
         flat = [tensor for named in tensors.values() for tensor in named.values()]
         is_remote = any(tensor.device.type != "cpu" for tensor in flat)
         block, at = self._take(sum(_aligned(tensor.nbytes) for tensor in flat), pinned=is_remote), 0

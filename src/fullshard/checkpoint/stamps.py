@@ -1,9 +1,9 @@
 """Timestamps for checkpoints that always increase, even if clocks are set back.
 
-Clocks can be set back, and the clocks of two hosts differ. So the timestamp of a save is the time of day or, if it is
-not later than all timestamps that this process has seen, the next larger number. The process sees the timestamps of
-checkpoints in the same directory and of those that it has loaded or saved. So a later save always has a larger
-timestamp.
+Clocks can be set back, and the clocks of two hosts differ. The timestamp of a save is therefore the time of day, unless
+this process has seen a timestamp that is equal or later. In that case, it is the next larger number. The process sees
+the timestamps of checkpoints in the same directory and of those that it has loaded or saved. In this way, a later save
+always has a larger timestamp.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LATEST = [0.0]
 
 
 def note_stamp(stamp: float) -> None:
-    """Ensure that all later saves of this process get larger timestamps than `stamp`."""
+    """Ensure that all later saves of this process get timestamps larger than `stamp`."""
     _LATEST[0] = max(_LATEST[0], stamp)
 
 
 @functools.lru_cache(maxsize=1024)
 def note_stamps_in(folder: Location) -> None:
-    """Take the timestamps of checkpoints directly in a folder into account, once per folder and process."""
+    """Call `note_stamp` for all checkpoints directly in a folder, once per folder and process."""
     for path in entries_of(folder) if folder.is_dir() else ():
         for place in (path, *part_paths(path)) if path.is_dir() else ():
             with contextlib.suppress(CheckpointError):  # not a checkpoint, or a damaged one

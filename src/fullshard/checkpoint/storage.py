@@ -1,4 +1,4 @@
-"""Create directories and small files atomically: they are either complete or do not exist."""
+"""Create directories and small files atomically: either they are complete, or they do not exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 def write_file(path: Path, data: bytes) -> None:
     """Create or replace a small file atomically.
 
-    After a crash it has either the old or the new contents. There may be several writers.
+    After a crash, it has either the old or the new contents. Several processes may write the same file.
     """
     temporary = _own_name(path)
     with temporary.open("wb") as file:
@@ -36,12 +36,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a temporary name in the directory of `path` that no other thread or process uses."""
+    """Return a temporary name next to `path` that no other thread or process uses."""
     return path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(8)}")
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the entries of a directory, or the contents of a file, to disk, so that they survive a power loss."""
+    """Flush the entries of a directory, or the contents of a file, to disk, so that they survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,14 +50,14 @@ def sync_directory(path: Path) -> None:
 
 
 def temp_directory(final: Path, save_id: str) -> Path:
-    """Return the directory that a save writes into before it is committed to `final`."""
+    """Return the directory in which a save writes its files before it is renamed to `final`."""
     return final.with_name(f"{TEMP_PREFIX}{final.name}-{save_id}")
 
 
 def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
-    """Create the directory that a save fills before it is committed to `final`, and lock it until then.
+    """Create the directory in which a save writes its files, and lock it until it is renamed to `final`.
 
-    Remains of killed saves in the same parent directory are removed.
+    Directories of killed saves with the same parent are removed.
     """
     try:
         if final.parent.is_dir():
@@ -73,14 +73,14 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
 
 
 def _refuse_what_is_there(final: Path, *, overwrite: bool) -> None:
-    """Raise `CheckpointError` if `final` exists and must not be replaced."""
+    """Raise `CheckpointError` if something exists at `final` that this save may not replace."""
     if os.path.lexists(final) and not overwrite:
         raise CheckpointError(f"{final} already exists", hint="choose another name, or pass overwrite=True")
     refuse_file(final)
 
 
 def refuse_file(path: Path) -> None:
-    """Raise `CheckpointError` if `path` is a file, because its contents are unknown. A checkpoint is a directory."""
+    """Raise `CheckpointError` if `path` is a file. A checkpoint is a directory, so this is a file of the user's."""
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file, but a checkpoint is a directory",
@@ -91,7 +91,8 @@ def refuse_file(path: Path) -> None:
 def refuse_current(path: Path) -> None:
     """Raise `CheckpointError` if `path` is the current directory or contains it.
 
-    Using `--overwrite` with `.` is a mistake, because everything in the current directory would be removed.
+    A user who passes `--overwrite` with `.` makes a mistake, because everything in the current directory would be
+    removed.
     """
     try:
         current = Path.cwd()
@@ -116,7 +117,7 @@ def require_room(directory: Path, nbytes: int) -> None:
 
 
 def discard_directory(temp: Path) -> None:
-    """Remove the directory of a failed save. If anything remains, the next save in the same place removes it."""
+    """Remove the directory of a failed save. If files remain, the next save in the same place removes them."""
     shutil.rmtree(temp, ignore_errors=True)
     if temp.exists():
         logger.warning("%s remains from a failed save; the next save in the same directory removes it", temp)
@@ -125,10 +126,10 @@ def discard_directory(temp: Path) -> None:
 
 
 def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) -> None:
-    """Give a complete directory its final name. A directory that had this name is removed only after that.
+    """Give a complete directory its final name. If a directory already has this name, it is removed only afterwards.
 
-    POSIX cannot replace a directory that is not empty, so the old one is first renamed. If the process crashes between
-    the two renames, the old directory remains complete and `restore_replaced` gives it its name back. Nothing else is
+    POSIX cannot replace a directory that is not empty, so the old one is renamed first. If the process crashes between
+    the two renames, the old directory remains complete, and `restore_replaced` gives it its name back. Nothing else is
     replaced, even if it was created after the save began, because a directory cannot be renamed to a file, a link or a
     directory that is not empty.
     """
@@ -153,7 +154,7 @@ def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) 
 
 
 def restore_replaced(final: Path) -> None:
-    """Restore the old directory if `final` is missing because a commit was killed between its two renames."""
+    """If a commit was killed between its two renames and `final` is missing, give the old directory its name back."""
     if final.exists():
         return
     for old in replaced_directories(final):
@@ -163,12 +164,12 @@ def restore_replaced(final: Path) -> None:
 
 
 def replaced_directories(final: Path) -> list[Path]:
-    """Return the directories that were called `final` until a commit renamed them and then did not finish."""
+    """Return directories that had the name `final` until a commit renamed them, and that have not been removed yet."""
     return _beside(final, OLD_PREFIX)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a checkpoint so that a crash during the removal leaves nothing that looks like a checkpoint.
+    """Remove a checkpoint. A crash during the removal leaves nothing that looks like a checkpoint.
 
     Two saves in the same directory may both choose to remove this checkpoint. If the other save has already removed it,
     this does nothing.
@@ -183,7 +184,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a directory, or only the link if it is a link to a checkpoint that was moved elsewhere."""
+    """Remove a directory. If it is a link to a checkpoint that was moved elsewhere, remove only the link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     while path.exists():
@@ -196,7 +197,7 @@ _HELD: dict[Path, int] = {}
 
 
 def _make_held(temp: Path) -> None:
-    """Create a directory and lock it until this process ends, so that other processes see that it is in use."""
+    """Create a directory and lock it, so that other processes see that it is in use until this process ends."""
     while temp not in _HELD:
         temp.mkdir()
         with contextlib.suppress(FileNotFoundError):  # another save has removed it as a leftover before it was locked
@@ -216,10 +217,10 @@ def _let_go(temp: Path) -> None:
 
 @contextlib.contextmanager
 def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
-    """Yield whether no process holds `path`, and prevent other processes from taking it while the context is active.
+    """Yield whether `path` is not locked, and keep other processes from locking it while the context is active.
 
-    Yield None if the file system does not support locks. With a shared lock, other processes can check `path` at the
-    same time and do not mistake this check for a holder.
+    Yield None if the file system does not support locks. With a shared lock, several processes can check `path` at the
+    same time, without taking each other for a process that uses it.
     """
     descriptor, is_unheld = -1, None
     try:
@@ -238,10 +239,10 @@ def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove temporary directories in the parent of `final` that no process holds.
+    """Remove temporary directories in the parent of `final` that no process has locked.
 
-    Without support for locks, only those of saves to the same name are removed, since no other job should save to that
-    name.
+    If the file system does not support locks, remove only those of saves to the same name, because no other job should
+    save to that name.
     """
     same_name = _beside(final, TEMP_PREFIX)
     for path in sorted(final.parent.iterdir()):
@@ -258,6 +259,6 @@ def _remove_leftovers(final: Path) -> None:
 
 
 def _beside(final: Path, prefix: str) -> list[Path]:
-    """Return the directories that saves to `final` created with this prefix. Their names end in a hyphen and an id."""
+    """Return the directories with this prefix that saves to `final` have created, which end in a hyphen and an id."""
     entries = final.parent.iterdir() if final.parent.is_dir() else ()
     return sorted(path for path in entries if path.name.rpartition("-")[0] == prefix + final.name and path.is_dir())

@@ -3,9 +3,9 @@
     file system     files into `.tmp-NAME-ID`, manifest, fsync, rename to NAME            the rename commits it
     object store    files under NAME, and finally NAME/manifest.json, in one request      the manifest commits it
 
-An object store cannot rename. A checkpoint that replaces another puts the id of its save into its file names. So both
-are complete until the manifest is replaced, and files that are not in the new manifest are removed only then. Only rank
-0 calls these functions.
+An object store cannot rename. If a checkpoint replaces another one there, its file names contain the id of its save.
+Both checkpoints are then complete until the manifest is replaced. Only after that are the files removed that the new
+manifest does not list. Only rank 0 calls these functions.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Store:
-    """The location of one save in a file system, with the operations to prepare and commit the save.
+    """The location of one save in a file system, with the operations that prepare and commit the save.
 
-    `save_id` distinguishes this save from others with the name `final`. After `prepare`, `own_names` says whether file
-    names contain `save_id`.
+    `save_id` distinguishes this save from others with the name `final`. After `prepare`, `own_names` is set if file
+    names must contain `save_id`.
     """
 
     def __init__(self, final: Any, save_id: str, *, overwrite: bool = False) -> None:
@@ -46,27 +46,27 @@ class Store:
 
     @property
     def directory(self) -> Location:
-        """Return the directory in which all ranks write the files of the save."""
+        """Return the directory in which all ranks write their files."""
         return storage.temp_directory(self.final, self.save_id)
 
     def file_of(self, kind: str, rank: int) -> Location:
-        """Return the path of one rank's data file."""
+        """Return the path of the data file of this kind that a rank writes."""
         return self.directory / rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
     def prepare(self, *, several: bool = False) -> None:
-        """Prepare the location for a save of one model, or of several."""
+        """Prepare the location for a save of one model or, if `several` is set, of several models."""
         storage.refuse_current(self.final)
         storage.make_temp_directory(self.final, self.save_id, overwrite=self.overwrite)
 
     def require_room(self, nbytes: int) -> None:
-        """Raise `CheckpointError` if the free space is known to be less than `nbytes`."""
+        """Raise `CheckpointError` if there is known to be less free space than `nbytes`."""
         storage.require_room(storage.temp_directory(self.final, self.save_id), nbytes)
 
     def commit(self) -> None:
         """Commit a complete save.
 
-        A save of one model needs `manifest` to be set. A save of several models does not, because each has its own. If
-        `final` was created after `prepare`, it is replaced only with `overwrite`.
+        For a save of one model, `manifest` must be set. It stays None for several models, each of which has its own
+        manifest. If `final` was created after `prepare`, it is replaced only if `overwrite` is set.
         """
         temp = storage.temp_directory(self.final, self.save_id)
         if self.manifest is not None:
@@ -74,14 +74,14 @@ class Store:
         storage.commit_directory(temp, self.final, self.save_id, overwrite=self.overwrite)
 
     def discard(self) -> None:
-        """Remove the files of a save that failed. A later save removes any remains."""
+        """Remove the files of a save that failed. If some of them remain, a later save removes them."""
         storage.discard_directory(storage.temp_directory(self.final, self.save_id))
 
 
 class ObjectStore(Store):
     """The location of one save in an object store.
 
-    It reserves the name, because two writers would overwrite each other's files.
+    It reserves the name, because two jobs that save under the same name would overwrite each other's files.
     """
 
     final: ObjectPath
@@ -89,11 +89,11 @@ class ObjectStore(Store):
 
     @property
     def directory(self) -> Location:
-        """See `Store`."""
+        """Return the final directory, because an object store cannot rename a temporary one."""
         return self.final
 
     def prepare(self, *, several: bool = False) -> None:
-        """See `Store`."""
+        """Reserve the name, and remove files of saves that were not committed. See `Store.prepare`."""
         final = self.final
         if len(final.parts) < 3:
             raise CheckpointError(
@@ -126,7 +126,7 @@ class ObjectStore(Store):
         """Do nothing, because an object store does not report its free space."""
 
     def commit(self) -> None:
-        """See `Store`."""
+        """Write the manifest, which commits the save, and remove files that it does not list. See `Store.commit`."""
         if self.manifest is not None:
             self._write_manifest(self.manifest)
             with _tolerated(f"what {self.final} held before is not removed"):
@@ -134,7 +134,7 @@ class ObjectStore(Store):
         self._leave()
 
     def discard(self) -> None:
-        """See `Store`."""
+        """Remove the files of a failed save, unless it may have been committed. See `Store.discard`."""
         with _tolerated(f"{self.final} holds files of a save that failed; the next save there removes them"):
             if self._is_prepared and not self._is_unsure and _saved_there(self.final) != self.save_id:
                 there = self.final.beneath()
@@ -162,7 +162,7 @@ class ObjectStore(Store):
             let_go_of(self.final)
 
     def _remove_unfinished_beside(self) -> None:
-        """Remove files left by killed saves in a folder that is reserved for this job."""
+        """Remove the files of killed saves in the same folder, which must be reserved for this job."""
         folder, found = self.final.parent, dict[str, list[str]]()
         for name in folder.beneath():
             directory, _, rest = name.partition("/")
@@ -174,15 +174,15 @@ class ObjectStore(Store):
 
 
 def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store:
-    """Return the store for a save to `final`."""
+    """Return the store for a save to `final`, in a file system or an object store."""
     return (ObjectStore if isinstance(final, ObjectPath) else Store)(final, save_id, overwrite=overwrite)
 
 
 @contextlib.contextmanager
 def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[Store]:
-    """Yield a store for one process to fill. The caller sets the manifest of the store.
+    """Yield a store for one process to fill. The caller must set the manifest of the store.
 
-    The checkpoint is committed if the block succeeds, and removed if it fails.
+    The checkpoint is committed at the end of the block. If the block raises an error, all files are removed.
     """
     note_stamps_in(final.parent)
     store = store_at(final, save_id, overwrite=overwrite)
@@ -199,7 +199,7 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
 
 @contextlib.contextmanager
 def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a directory to fill, and commit it as `new_checkpoint` does.
+    """Yield a directory to fill. Commit or remove it at the end, as `new_checkpoint` does.
 
     Its files are flushed to disk before the commit.
     """
@@ -211,7 +211,7 @@ def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterat
 
 
 def remove_checkpoint(path: Location) -> None:
-    """Remove a checkpoint so that a crash during the removal leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint. A crash during the removal leaves nothing that looks like a checkpoint."""
     if not isinstance(path, ObjectPath):
         storage.remove_directory(path)
         return
@@ -224,7 +224,7 @@ def remove_checkpoint(path: Location) -> None:
 def _saved_there(final: ObjectPath) -> str | None:
     """Return the id of the save that is committed at `final`.
 
-    Return an empty string if its manifest is damaged, and None if there is no manifest.
+    Return an empty string if the manifest is damaged, and None if there is no manifest.
     """
     try:
         return read_manifest(final).save_id
@@ -233,9 +233,9 @@ def _saved_there(final: ObjectPath) -> str | None:
 
 
 def is_of_a_save(name: str) -> bool:
-    """Return whether an object can belong to a save that has not been committed.
+    """Return whether an object could be a file of a save that was not committed.
 
-    `name` is relative to the checkpoint.
+    `name` is its path relative to the checkpoint.
     """
     directory, _, file = name.rpartition("/")
     if not directory:
@@ -249,9 +249,9 @@ def _is_manifest(name: str) -> bool:
 
 
 def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
-    """Return whether all manifests of a checkpoint of one or several models exist.
+    """Return whether all manifests exist that the checkpoint of one or several models needs.
 
-    Also return True if one of them is damaged.
+    Also return True if one of them is damaged, because the number is then unknown.
     """
     if MANIFEST_NAME in manifests:
         return True
@@ -262,7 +262,7 @@ def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
 
 
 def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[str]) -> None:
-    """Remove the files of saves that were not committed, that is, all files that the manifest does not name."""
+    """Remove the files of saves that were not committed, which are all files that the manifest does not list."""
     kept: set[str] = set()
     if manifests:
         try:

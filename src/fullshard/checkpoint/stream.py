@@ -1,4 +1,4 @@
-"""Stream the weights of a model in training, one tensor at a time, to an inference engine on any host."""
+"""Stream the weights of a model during training, one tensor at a time, to an inference engine on any host."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def stream_weights(
             engine.load_weights([(name, tensor)])
 
     Every rank must run the loop to its end. Parameters are gathered one at a time, or together if Transformers stores
-    them as one tensor. So besides its shards a device holds one full parameter, and the tensor that the loop still
-    references.
+    them as one tensor. In addition to its shards, a device therefore holds only one full parameter and the tensor that
+    the loop still references.
 
     If a rank leaves the loop early, because of an error or `break`, the other ranks do not wait for it. Their loops end
     with an error at the same parameter, the model is unchanged, and training can continue.
 
     Args:
-        model: sharded or not. The adapters of a PEFT model are merged during the loop, as in `export_hf`; the model
-            itself keeps them.
-        dtype: dtype to cast floating-point tensors to before they are sent. By default they keep their dtype, which is
+        model: sharded or not. The adapters of a PEFT model are merged into the yielded tensors, as in `export_hf`. The
+            model itself does not change.
+        dtype: dtype to cast floating-point tensors to before they are sent. By default, they keep their dtype, which is
             float32 for main weights.
         rank0_only: yield tensors on rank 0 only. The other ranks take part but yield nothing.
 
@@ -73,9 +73,9 @@ def stream_weights(
 
 @torch.no_grad()
 def _make(form: SavedLayout, batch: Batch, is_given: bool) -> dict[str, torch.Tensor]:
-    """Gather a batch and return its stored tensors if `is_given`; otherwise return an empty dict.
+    """Gather a batch. If `is_given` is set, return the tensors to store, by name; otherwise, return an empty dict.
 
-    This is a function so that all temporary tensors are released when it returns.
+    This is a separate function so that all temporary tensors are released when it returns.
     """
     wholes = form.gather(batch)
     return form(batch, wholes()) if is_given else {}

@@ -1,8 +1,8 @@
 """Write files of tensors, and read them with verification. This module does not import torch.
 
-The files follow the safetensors layout (8 bytes of header length, a JSON header, the tensors), so that any program for
-safetensors can read them. This module has its own reader and writer because the safetensors package lacks two features:
-writing with only one tensor in memory at a time, and a checksum for each chunk.
+The files follow the safetensors layout (8 bytes of header length, a JSON header, the tensors), so that any program that
+supports safetensors can read them. The safetensors package lacks two features that are needed here: writing with only
+one tensor in memory at a time, and a checksum for each chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REQUEST_NBYTES, _REQUESTS = 4 * 2**20, 4
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file, described by its name, its dtype (as torch calls it), and its shape."""
+    """The description of a tensor in a file: its name, its dtype (torch's name), and its shape."""
 
     name: str
     dtype: str
@@ -57,50 +57,53 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the elements in bytes."""
+        """Return the size of the tensor's elements in bytes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
     def order_key(self) -> tuple[int, bool]:
-        """Return the key that determines the position of the tensor in a file."""
+        """Return the sort key that determines the position of the tensor in a file."""
         return order_key(self.dtype, math.prod(self.shape))
 
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return `entries` in the order in which they are stored.
+    """Return `entries` in the order in which a file stores them.
 
-    Tensors with the widest elements come first, which keeps every tensor aligned to its dtype. Among these, tensors
-    with a single element come first. Every rank needs them (they are step counts), and stored together they take one
-    chunk to read instead of one each.
+    Tensors with the widest elements come first, which keeps every tensor aligned to its dtype. Among tensors of the
+    same width, those with a single element come first. They are step counts, which every rank reads. Because they are
+    stored together, a rank can read them in one chunk.
     """
     return sorted(entries, key=lambda entry: entry.order_key)
 
 
 def order_key(dtype: str, numel: int) -> tuple[int, bool]:
-    """Return the key that determines the position of a tensor with `numel` elements in a file."""
+    """Return the sort key that determines the position of a tensor with `numel` elements in a file."""
     return -itemsize(dtype), numel > 1
 
 
 def open_to_write(path: Location, nbytes: int) -> FileSink:
-    """Create a file that will have `nbytes` bytes. In a file system it must not exist yet."""
+    """Create a file that will have `nbytes` bytes. In a file system, the file must not exist yet."""
     return ObjectSink(path, nbytes) if isinstance(path, ObjectPath) else FileSink(path.open("xb", buffering=0))
 
 
 class FileSink:
-    """A new file in a file system that is being written."""
+    """A new file in a file system, to which bytes are appended."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, data: memoryview) -> int:
-        """Append bytes and return how many were written.
+        """Append bytes, and return how many of them were written.
 
-        This can be fewer than given, for example if the disk is full.
+        This can be fewer than were passed, for example if the disk is full.
         """
         return self._file.write(data) or 0
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Start writing this part to disk, so that the later `fsync` takes less time. Only has an effect on Linux."""
+        """Start writing this part of the file to disk, so that the later `fsync` takes less time.
+
+        This does nothing if the system is not Linux.
+        """
         if _SYNC_FILE_RANGE is not None:
             descriptor = self._file.fileno()
             _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
@@ -111,12 +114,12 @@ class FileSink:
         self._file.close()
 
     def close(self) -> None:
-        """Close the file. Unless it was finished, its contents are not valid."""
+        """Close the file. Its contents are valid only if `finish` was called before."""
         self._file.close()
 
 
 class ObjectSink(FileSink):
-    """A new file in an object store, which is sent one part at a time. See `FileSink`."""
+    """A new file in an object store, which is sent in parts. See `FileSink`."""
 
     def __init__(self, path: ObjectPath, nbytes: int) -> None:
         self._path = path
@@ -124,7 +127,7 @@ class ObjectSink(FileSink):
         super().__init__(path.open("wb", block_size=-(-part // 2**20) * 2**20, autocommit=False))
 
     def write(self, data: memoryview) -> int:
-        """See `FileSink`."""
+        """Append bytes to the object. See `FileSink.write`."""
         with asked(self._path, "written"):
             self._file.write(data)
         return data.nbytes
@@ -133,14 +136,14 @@ class ObjectSink(FileSink):
         """Do nothing, because parts are sent as soon as they are full."""
 
     def finish(self) -> None:
-        """See `FileSink`."""
+        """Send the remaining bytes and commit the object, so that it exists."""
         with asked(self._path, "written"):
             self._file.close()
             self._file.commit()
         self._file = None
 
     def close(self) -> None:
-        """See `FileSink`."""
+        """Close the object. Discard it if `finish` was not called before."""
         if self._file is not None:
             file, self._file = self._file, None
             with contextlib.suppress(AttributeError):  # a file in memory, which does not send anything
@@ -150,7 +153,7 @@ class ObjectSink(FileSink):
 
 
 def open_to_read(path: Location) -> Any:
-    """Open a file for reading. For an object store, blocks are prefetched in the background."""
+    """Open a file for reading. If it is in an object store, blocks are fetched ahead in the background."""
     if isinstance(path, ObjectPath):
         options = {"cache_type": "background", "cache_options": {"maxblocks": _REQUESTS}}
         return path.open("rb", block_size=_REQUEST_NBYTES, **options)
@@ -158,9 +161,9 @@ def open_to_read(path: Location) -> Any:
 
 
 class TensorFileWriter:
-    """Writes one new data file, and returns its record once the file is safely on disk.
+    """Writes one new data file. `finish` returns its record once the file is safely on disk.
 
-    Tensors must be written in the order of `storage_order(entries)`. The metadata goes into the header.
+    Tensors must be written in the order of `storage_order(entries)`. The header contains the metadata.
     """
 
     def __init__(self, path: Location, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
@@ -186,11 +189,11 @@ class TensorFileWriter:
             raise
 
     def write(self, name: str, data: Bytes) -> None:
-        """Append the next tensor, which must have the name `name` and exactly the expected size."""
+        """Append the next tensor. It must have this name and exactly the expected size."""
         self.write_parts(name, (data,))
 
     def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Append the next tensor from parts, of which only one is in memory at a time. See `write`."""
+        """Append the next tensor in parts, so that only one of them is in memory at a time. See `write`."""
         entry = self._pending.pop(0)
         before = self._nbytes
         for part in parts if entry.name == name else ():
@@ -219,7 +222,7 @@ class TensorFileWriter:
         self._file.close()
 
     def _append(self, data: Bytes) -> None:
-        """Write `data` and update the checksums. Chunks are counted from the start of the file."""
+        """Append `data` to the file, and update the checksums. Chunks are counted from the start of the file."""
         at = 0
         while at < data.nbytes:
             part = data[at : at + min(_BLOCK_NBYTES, CHUNK_NBYTES - self._chunk_filled)]
@@ -241,7 +244,7 @@ class TensorFileWriter:
 class StoredTensor:
     """The location of a tensor in a file.
 
-    `dtype` is the name in safetensors. The byte range counts from the start of the file.
+    `dtype` is the name in safetensors. `start` and `stop` are byte positions from the start of the file.
     """
 
     dtype: str
@@ -251,9 +254,9 @@ class StoredTensor:
 
 
 class TensorFileReader:
-    """Reads parts of one data file.
+    """Reads parts of one data file, and verifies them.
 
-    All returned bytes have passed their checksums. A mismatch raises `CheckpointError`.
+    All returned bytes match their checksums. If bytes do not, `CheckpointError` is raised.
     """
 
     def __init__(self, path: Location, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
@@ -281,9 +284,9 @@ class TensorFileReader:
         self._file.close()
 
     def find(self, name: str, dtype: str, numel: int) -> StoredTensor:
-        """Return the tensor `name`.
+        """Return the location of the tensor called `name`.
 
-        Raises `CheckpointError` unless it has the given dtype (torch's name) and number of elements.
+        Raise `CheckpointError` unless it has the given dtype (torch's name) and number of elements.
         """
         stored = self.tensors.get(name)
         if stored is None:
@@ -297,9 +300,9 @@ class TensorFileReader:
         return stored
 
     def read_into(self, start: int, out: Bytes) -> None:
-        """Fill `out` with the bytes of the file from `start`.
+        """Fill `out` with bytes of the file, starting at byte `start`.
 
-        If they are damaged, an error is raised and the contents of `out` are undefined.
+        If they are damaged, raise `CheckpointError`. The contents of `out` are then undefined.
         """
         if start + out.nbytes > self._record.nbytes:
             raise CheckpointError(
@@ -331,9 +334,9 @@ class TensorFileReader:
         return min(self._chunk_nbytes, self._record.nbytes - index * self._chunk_nbytes)
 
     def _chunk(self, index: int) -> Bytes:
-        """Return the verified chunk `index`.
+        """Return chunk `index` after verifying it.
 
-        The last chunk is cached, because several small tensors can share a chunk.
+        The last chunk is cached, because several small tensors can be in the same chunk.
         """
         if self._cached != index:
             if self._kept.nbytes == 0:
@@ -344,7 +347,7 @@ class TensorFileReader:
         return self._kept[: self._size(index)]
 
     def _read_chunk(self, index: int, out: Bytes) -> None:
-        """Fill `out` with the complete chunk `index` and verify it."""
+        """Fill `out` with the complete chunk `index`, and raise `CheckpointError` if its checksum does not match."""
         start, got, expected = index * self._chunk_nbytes, self._fill(index, out), self._record.crc32c[index]
         if got != expected:
             raise CheckpointError(
@@ -354,7 +357,7 @@ class TensorFileReader:
             )
 
     def _fill(self, index: int, out: Bytes) -> int:
-        """Fill `out` with chunk `index`, block by block, and return its checksum."""
+        """Fill `out` with chunk `index`, one block at a time, and return the checksum of the bytes."""
         filled = crc32c = 0
         while filled < out.nbytes:
             block = out[filled : filled + _BLOCK_NBYTES]
@@ -364,9 +367,9 @@ class TensorFileReader:
         return crc32c
 
     def _read_some(self, out: memoryview, at: int) -> int:
-        """Fill the beginning of `out` and return the number of bytes read.
+        """Read bytes into `out`, and return how many were read, which can be fewer than requested.
 
-        Raises `CheckpointError` if the file ends here or cannot be read.
+        Raise `CheckpointError` if the file ends here or cannot be read.
         """
         try:
             with asked(self.path, "read") if isinstance(self.path, ObjectPath) else contextlib.nullcontext():
@@ -379,7 +382,7 @@ class TensorFileReader:
         return nbytes
 
     def _read_header(self) -> dict[str, StoredTensor]:
-        """Read the header and return the tensors of the file by name."""
+        """Read the header, and return the location of each tensor in the file by name."""
 
         def read(start: int, nbytes: int) -> bytes:
             data = np.empty(nbytes, dtype=np.uint8)
@@ -397,9 +400,9 @@ class TensorFileReader:
 def parse_header(
     read: Callable[[int, int], bytes], size: int, *, where: str
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return the metadata and the tensors of a safetensors file of `size` bytes.
+    """Return the metadata of a safetensors file of `size` bytes, and the location of each tensor in it by name.
 
-    `read` takes a start and a number of bytes and returns these bytes.
+    `read(start, nbytes)` must return these bytes of the file.
     """
     nbytes = int.from_bytes(read(0, 8), "little")
     if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
@@ -435,9 +438,9 @@ def parse_header(
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
-    """Return the path of a file in `directory` that another file names.
+    """Return the path of a file in `directory`. `name` comes from another file, which is not trusted.
 
-    Raises `CheckpointError` if `name` is not a plain file name.
+    Raise `CheckpointError` if `name` is not a plain file name.
     """
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{where} points to {name!r}, outside its directory")
@@ -458,7 +461,7 @@ def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> st
 
 
 def nbytes_inside(path: Location) -> int:
-    """Return the size of a file that belongs to a checkpoint."""
+    """Return the size of a file of a checkpoint. Raise `CheckpointError` if it is a link to a file outside of it."""
     if isinstance(path, ObjectPath):
         return path.size()
     status = path.stat()

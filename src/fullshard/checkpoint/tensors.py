@@ -1,4 +1,4 @@
-"""Find the tensors of a model that are saved, and the parts of them that this rank holds."""
+"""Find the tensors of a model that a checkpoint stores, and this rank's parts of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fullshard.features import ShardedParameter, ShardedTensor
 class LocalTensor:
     """A rank's part of a parameter or buffer.
 
-    It consists of elements `interval` of the flattened full tensor, counted in the order of `chunking`. The names do
-    not include the parts that wrappers add; a tied tensor has several names. `shape` is the global shape. If several
-    ranks hold the same elements, exactly one of them is the writer.
+    The part consists of the elements in `interval` of the flattened full tensor, counted in the order of `chunking`.
+    The names do not include the parts that wrappers add; a tied tensor has several names. `shape` is the global shape.
+    If several ranks hold the same elements, exactly one of them is the writer.
     """
 
     names: tuple[str, ...]
@@ -38,17 +38,17 @@ class LocalTensor:
 
     @property
     def name(self) -> str:
-        """Return the name that identifies the tensor."""
+        """Return the first name of the tensor, which identifies it."""
         return self.names[0]
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether other ranks hold other elements of the tensor."""
+        """Return whether the tensor is sharded, so that ranks hold different elements of it."""
         return isinstance(self.tensor, ShardedTensor)
 
     @property
     def form(self) -> FormRecord | None:
-        """Return the form in which the tensor is stored, or None if it is stored as ordinary numbers."""
+        """Return the form in which the tensor is stored as codes, or None if it is stored as ordinary values."""
         tensor = self.tensor
         if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.local, CodedPart):
             return None
@@ -58,7 +58,7 @@ class LocalTensor:
     def held(self) -> torch.Tensor:
         """Return this rank's elements as a plain tensor.
 
-        For a sharded tensor these are the elements `interval`, with shape (n,).
+        For a sharded tensor, these are the elements in `interval`, with shape (n,).
         """
         return self.tensor.local if isinstance(self.tensor, ShardedTensor) else self.tensor.detach()
 
@@ -69,7 +69,7 @@ def stand_in(local: LocalTensor) -> torch.Tensor:
 
 
 def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
-    """Raise `CheckpointError` for a parameter that consists of several tensors, which a checkpoint cannot store."""
+    """Raise `CheckpointError` for a parameter that wraps several tensors, because a checkpoint cannot store it."""
     for local in parameters:
         if wraps_others(local.held) and local.form is None:
             raise CheckpointError(
@@ -79,7 +79,7 @@ def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
 
 
 def rest(model: nn.Module) -> None:
-    """Bring every unit of `model` to rest, so that its parameters are the intervals that optimizers update."""
+    """Reshard every unit of `model`, so that its parameters are the intervals that optimizers update."""
     for unit in units_of(model):
         if unit.is_pinned:
             raise CheckpointError(
@@ -91,9 +91,9 @@ def rest(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
-    """Return all parameters in definition order, each once. `model` must be at rest.
+    """Return all parameters of a model in definition order, each once. `rest` must have been called before.
 
-    `rank` is only used to set `is_writer`.
+    `rank` is used only to set `is_writer`.
     """
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -115,10 +115,10 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
 
 
 def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> bool:
-    """Return whether this rank is the first of the ranks outside its mesh that hold the same tensor.
+    """Return whether this rank is the first of those ranks outside its mesh that hold the same tensor.
 
-    Even if the spec names no group, there can be such ranks: a parameter that is sharded over only a part of all ranks
-    is replicated along the axis that the group `beneath` of other parameters covers.
+    Such ranks can exist even if the spec has no outer group. A parameter that is sharded over only a part of all ranks
+    is replicated along the axis of `beneath`, which is the outer group of other parameters.
     """
     if spec.is_chunked:
         return True
@@ -129,9 +129,9 @@ def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> b
 
 
 def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
-    """Return all persistent buffers, each once; see `local_parameters`.
+    """Return all persistent buffers of a model, each once; see `local_parameters`.
 
-    Every rank holds them, and rank 0 saves them.
+    Every rank has all of them, and rank 0 saves them.
     """
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -22,7 +22,7 @@ _MAX_ENTRIES = 1_000_000
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return the object in a file that `torch.save` wrote, with its tensors mapped from the file."""
+    """Return the object in a file that `torch.save` wrote. Its tensors are mapped from the file."""
     try:
         with open_regular(path) as file:
             check_archive(file, path.stat().st_size, where=str(path))
@@ -38,7 +38,7 @@ def load_torch_bytes(data: bytes, *, where: str) -> Any:
 
 
 def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
-    """Raise `CheckpointError` if an archive would unpack to more than its own size."""
+    """Raise `CheckpointError` if the entries of an archive are larger than the archive itself."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -53,9 +53,9 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
 
 
 def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
-    """Return a tensor after checking that it is a plain strided tensor in host memory with all its elements.
+    """Return a tensor if it is a plain strided tensor in host memory that has all of its elements.
 
-    Raises `CheckpointError` otherwise.
+    Otherwise, raise `CheckpointError`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{where} is a {type(tensor).__name__}, not a tensor")

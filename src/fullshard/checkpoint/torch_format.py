@@ -29,10 +29,10 @@ from fullshard.checkpoint.storage import (
 
 
 def with_torch_format(pending: Pending) -> Pending:
-    """Return a save that also writes torch's format into the checkpoint after it is complete.
+    """Return a save that first completes the checkpoint and then adds torch's format to it.
 
-    Rank 0 converts the files one tensor at a time. No rank gathers anything, so this can run in the background. It
-    needs twice the disk space.
+    Rank 0 converts the files one tensor at a time. Nothing is gathered from other ranks, so this can run in the
+    background. It needs twice the disk space.
     """
 
     def write(path: Location) -> None:
@@ -42,9 +42,9 @@ def with_torch_format(pending: Pending) -> Pending:
 
 
 def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> None:
-    """Write a checkpoint in torch's format, as `pytorch_model_fsdp_0`, `optimizer_0`, and so on.
+    """Convert a checkpoint to torch's format: `pytorch_model_fsdp_0`, `optimizer_0` and so on in `directory`.
 
-    The checkpoint can hold several models. Directories with these names in `directory` are replaced. Either all of the
+    The checkpoint can contain several models. Existing directories with these names are replaced. Either all of the
     new directories appear or none.
     """
     save_id = uuid.uuid4().hex[:16]

@@ -1,8 +1,8 @@
-"""Convert Python state (schedules, scalers, hyperparameters) to JSON and back without loss of types or precision.
+"""Convert Python state (schedules, scalers, hyperparameters) to JSON and back, without loss of types or precision.
 
-JSON does not have tuples, infinities or keys other than strings, and schedules use all three. A value that plain JSON
-cannot express becomes an object with the key `$`. Tensors go to a data file and are replaced with their names. Any
-other value is an error. No pickle is used, so a checkpoint cannot run code.
+JSON does not have tuples, infinities or keys that are not strings, and schedules use all three. A value that plain JSON
+cannot express becomes an object with the key `$`. Tensors are stored in a data file, and their names replace them in
+the JSON. Any other value is an error. No pickle is used, so a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TAG = "$"
 def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
     """Convert `value` to JSON.
 
-    Tensors in it are added to `tensors`, keyed by their paths, which start with `where`.
+    Tensors in it are added to `tensors`, keyed by their paths in `value`. Each path starts with `where`.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -101,7 +101,7 @@ def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
 class AnyTensor(dict[str, None]):
     """A mapping that accepts the name of any tensor and records it.
 
-    It is used to check whether a value can be decoded.
+    It is used to check whether a value can be decoded without reading tensors.
     """
 
     def __contains__(self, name: object) -> bool:

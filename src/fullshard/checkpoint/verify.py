@@ -88,7 +88,7 @@ def verify_checkpoint(path: str | Location) -> Verification:
 
 
 def verify_parts(path: str | Location) -> list[Verification]:
-    """Verify every part of a checkpoint of several models, or a checkpoint of one model. See `verify_checkpoint`.
+    """Verify a checkpoint of one model, or every part of a checkpoint of several models. See `verify_checkpoint`.
 
     For a Trainer `checkpoint-N`, the checkpoint inside it is verified.
     """
@@ -99,16 +99,16 @@ def verify_parts(path: str | Location) -> list[Verification]:
 
 
 def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
-    """Return the problems found in every `parts`-th data file of the given kinds, starting with file number `part`.
+    """Read every byte of some data files, and return their problems.
 
-    Every byte of these files is read.
+    These are every `parts`-th file of the given kinds, starting with file number `part`.
     """
     names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
     return [problem for name in names[part::parts] for problem in problems_of_file(directory / name, manifest)]
 
 
 def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
-    """Return one problem for each missing part of checkpoints that are valid only together."""
+    """Return a problem if parts are missing of a checkpoint of several models, which is valid only as a whole."""
     names = {part.name for part, _ in parts}
     return [
         f"{part} was saved as one of {manifest.parts} parts, but {len(parts)} exist: {', '.join(sorted(names))}"
@@ -118,7 +118,7 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 
 
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
-    """Return the problems that can be found without reading data.
+    """Return the problems of a checkpoint that can be found without reading data.
 
     These are contradictory records, and missing or truncated files.
     """
@@ -135,7 +135,7 @@ def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
 def structure_problems(manifest: Manifest) -> list[str]:
     """Return the contradictions in a manifest.
 
-    Examples are elements that are stored in no file or in two files, unknown dtypes, and state of unknown parameters.
+    Examples are elements that are stored in no file or in two files, unknown dtypes, and state for unknown parameters.
     """
     problems = []
     held: dict[str, int] = {}
@@ -167,9 +167,9 @@ def pieces_of(record: TensorRecord) -> list[PieceRecord]:
 
 
 def coverage_problems(pieces: Sequence[PieceRecord], numel: int) -> list[str]:
-    """Return the reasons why `pieces`, sorted by start, do not hold each of `numel` elements exactly once.
+    """Return the reasons why `pieces` do not hold each of `numel` elements exactly once.
 
-    Return an empty list if they do.
+    The pieces must be sorted by start. Return an empty list if there is no such reason.
     """
     problems = []
     end, last = 0, -1
@@ -206,7 +206,7 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
 
 
 def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
-    """Return the problems with values that cannot be decoded. Add the names of tensors in other values to `named`."""
+    """Return the problems with values that cannot be decoded. Add names of tensors in the others to `named`."""
     values = dict(manifest.states)
     if (optimizer := manifest.optimizer) is not None:
         for number, group in enumerate(optimizer.groups):

@@ -1,7 +1,7 @@
 """Read intervals of tensors from directories of weights in Hugging Face's format.
 
-These files come from other people, so they are not trusted: an index may only name files in its own directory, and a
-header may only describe tensors that lie inside the file and do not overlap.
+These files come from other people, so they are not trusted: an index may refer only to files in its own directory, and
+a header may describe only tensors that are inside the file and do not overlap.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _STAGING_NBYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
-    """A tensor that can be read one interval at a time, either stored in a file or computed from stored tensors.
+    """A tensor that can be read one interval at a time. It is stored in a file, or computed from stored tensors.
 
-    `where` describes its location for messages. `read` fills a tensor with an interval of the flattened full tensor and
-    casts it. `coded` holds the codes and scales of a quantised tensor, or is None.
+    `where` describes its location for error messages. `read` fills a tensor with an interval of the flattened full
+    tensor, and casts it. `coded` contains the codes and scales of a quantised tensor; otherwise, it is None.
     """
 
     shape: tuple[int, ...]
@@ -63,10 +63,10 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class CodedSource:
-    """The parts (codes and scales) of a quantised weight in files, keyed by name and each flattened in block order.
+    """The parts (codes and scales) of a quantised weight in files, keyed by name. Each is flattened in block order.
 
-    `mark` marks the weight to keep its codes at rest. It is None if no stored form has such blocks. `tensors` holds the
-    tensors in the files, keyed by bitsandbytes' names, if bitsandbytes wrote them.
+    `mark` is the mark with which a weight keeps its codes at rest. It is None if no stored form has such blocks. If
+    bitsandbytes wrote the files, `tensors` contains the tensors in them, keyed by bitsandbytes' names.
     """
 
     form: StoredForm
@@ -75,7 +75,7 @@ class CodedSource:
     tensors: Mapping[str, TensorSource] = field(default_factory=dict)
 
     def fill(self, interval: Interval, out: Mapping[str, torch.Tensor]) -> None:
-        """Read the codes and scales of elements `interval`, whose start must be a multiple of the form's atom."""
+        """Read the codes and scales of the elements in `interval`. It must start at a multiple of the form's atom."""
         for part in self.form.parts:
             items = Interval(part.numel(interval.start), part.numel(interval.stop))
             self.parts[part.name].read(items, out[part.name])
@@ -85,7 +85,7 @@ class CodedSource:
 def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, out: torch.Tensor) -> None:
     """Fill `out` with elements of a tensor that starts at byte `first` of a file.
 
-    The elements are read through a small buffer.
+    The elements are read through a small buffer, to limit memory use.
     """
     per_round = _STAGING_NBYTES // dtype.itemsize
     with path.open("rb") as file:
@@ -99,7 +99,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
 
 
 def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
-    """Return a directory unchanged or, for a hub name, the model's directory in the hub's cache.
+    """Return the path of a directory unchanged. For a hub name, return the model's directory in the hub's cache.
 
     The files are downloaded first if necessary.
     """
@@ -124,9 +124,9 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
 
 
 def weights_file(directory: Path) -> Path | None:
-    """Return the file that holds a directory's weights, or the index of several such files; None if there are none.
+    """Return the file that contains a directory's weights, or the index of several such files; None if there are none.
 
-    Raises `CheckpointError` for weights that cannot be read here, because they have another name or format or belong to
+    Raise `CheckpointError` for weights that cannot be read here, because they have another name or format or belong to
     an adapter or a checkpoint.
     """
     for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME):
@@ -145,12 +145,12 @@ def weights_file(directory: Path) -> Path | None:
 
 
 def has_safetensors(directory: Path) -> bool:
-    """Return whether the directory holds weights in safetensors files."""
+    """Return whether a directory contains weights in safetensors files."""
     return (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Yield every tensor of a directory of safetensors or pickled torch files, by name."""
+    """Yield (name, source) for every tensor in a directory of safetensors files or pickled torch files."""
     path = weights_file(directory)
     if path is None:
         raise CheckpointError(
@@ -174,9 +174,9 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def indexed_files(index: Path) -> dict[Path, list[str]]:
-    """Return the files that an index names, with the names of the tensors in each file.
+    """Return the files that an index lists, with the names of the tensors in each file.
 
-    Raises `CheckpointError` if the index is malformed or points outside its directory.
+    Raise `CheckpointError` if the index is malformed or refers to a file outside its directory.
     """
     weight_map = json_file(index, limit_nbytes=MAX_HEADER_NBYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -188,12 +188,12 @@ def indexed_files(index: Path) -> dict[Path, list[str]]:
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Yield every tensor of one file by name. Raises `CheckpointError` if the file is truncated or malformed."""
+    """Yield (name, source) for every tensor of a file. Raise `CheckpointError` if it is truncated or malformed."""
     return _safetensors_of(path) if path.suffix == ".safetensors" else _pickled_tensors(path)
 
 
 def _pickled_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Yield the tensors of a file that `torch.save` wrote, without running any code in it."""
+    """Yield (name, source) for every tensor of a file that `torch.save` wrote, without running code from the file."""
     tensors = load_torch_file(path)
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{path} holds a {type(tensors).__name__}, expected a dict of tensors")
@@ -223,7 +223,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises `CheckpointError` if the file does not contain an object, cannot be read, or is larger than `limit_nbytes`.
+    Raise `CheckpointError` if the file does not contain an object, cannot be read, or is larger than `limit_nbytes`.
     """
     try:
         return read_object(path, limit_nbytes=limit_nbytes)
