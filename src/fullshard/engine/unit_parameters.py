@@ -1,7 +1,8 @@
 """A unit's parameters: sharded at rest, and unsharded while code computes with them.
 
-Two steps unshard them, with other work in between: `issue_unshard` launches the all-gathers; `unshard` waits for them
-and puts the original parameters into the modules. Resharding undoes both. `engine.unit` decides when each is due.
+They are unsharded in two steps, so that other work can be done in between: `issue_unshard` launches the all-gathers,
+and `unshard` waits for them and puts the original parameters into the modules. `reshard` undoes both. `engine.unit`
+calls these.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class UnitState(Enum):
-    """The state of a unit's parameters, and the only record of whether they are unsharded.
+    """The state of a unit's parameters. Nothing else records whether they are unsharded.
 
-    Unsharding moves up from one state to the next. Resharding moves down to GATHERED, and to SHARDED from there or from
-    a gather that is not needed any more.
+    Unsharding goes through these states in order. Resharding goes back to GATHERED and then to SHARDED. It also goes
+    from GATHERING to SHARDED if a gather is not needed any more.
     """
 
     SHARDED = auto()
@@ -50,12 +51,12 @@ class UnitState(Enum):
 
 
 class Postponed(Protocol):
-    """The tensors that the modules of a unit hold while it has no buckets."""
+    """Holds the tensors that are in the modules of a unit as long as the unit has no buckets."""
 
     entries: list[tuple[Slot, ShardedTensor]]
 
     def error(self, unit: UnitParameters) -> LifecycleError:
-        """Return the error to raise if the unit is used without buckets."""
+        """Return the error to raise if code uses the unit before it has buckets."""
 
 
 _made = itertools.count()
@@ -65,10 +66,10 @@ class UnitParameters:
     """The parameters of one unit, and their current state.
 
     Attributes:
-        stand_ins: the tensors that its modules hold while the unit has no buckets.
-        neighbours: the ranks that share the parameters between forward and backward, instead of the complete shard
-            axis.
-        keeps_memory: whether resharding keeps the memory allocated.
+        stand_ins: the tensors that the modules hold while the unit has no buckets.
+        neighbours: the ranks that keep the parameters sharded among themselves between forward and backward; None means
+            all ranks of the shard axis.
+        keeps_memory: whether the memory of the unsharded parameters stays allocated after resharding.
         made: the position of the unit in the order in which this process created its units.
     """
 
@@ -97,7 +98,7 @@ class UnitParameters:
         self.made = next(_made)
 
     def hold(self, buckets: list[Bucket]) -> None:
-        """Take the unit's buckets, and put their sharded parameters into the modules."""
+        """Set the unit's buckets, and put their sharded parameters into the modules."""
         self.buckets = buckets
         self.full_nbytes = sum(bucket.full_nbytes for bucket in buckets)
         for bucket in buckets:
@@ -119,13 +120,13 @@ class UnitParameters:
 
     @property
     def entries(self) -> Sequence[tuple[Slot, ShardedTensor]]:
-        """Return the slot of each parameter and the tensor that the modules hold at rest."""
+        """Return, for each parameter, its slot and the tensor that the modules hold at rest."""
         if self.stand_ins is not None:
             return self.stand_ins.entries
         return _entries(self.buckets)
 
     def has_view(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` uses memory that resharding the parameters frees."""
+        """Return whether `tensor` uses memory that will be freed when the parameters are resharded."""
         plain = torch_private.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if plain.layout is not torch.strided or torch_private.are_transforms_active():
             return False
@@ -135,9 +136,9 @@ class UnitParameters:
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
-        """Launch the all-gathers of the unit if it is sharded.
+        """Launch the all-gathers of the unit if its parameters are sharded.
 
-        See `FullBuffer.gather` for `exactly`.
+        With `exactly`, the values are sent unrounded (see `FullBuffer.gather`).
         """
         if self.state is not UnitState.SHARDED:
             return
@@ -150,7 +151,7 @@ class UnitParameters:
                 bucket.issue_unshard(exactly=exactly)
 
     def unshard(self, *, exactly: bool = False) -> None:
-        """Unshard the parameters, and wait until they are complete. With `exactly`, messages are not rounded."""
+        """Unshard the parameters and wait for the gathers to end. With `exactly`, values are sent unrounded."""
         self.issue_unshard(exactly=exactly)
         if self.state is UnitState.GATHERING:
             with self.waiting("unshard"), torch_private.without_transforms():
@@ -166,8 +167,8 @@ class UnitParameters:
     def reshard(self, *, is_after_forward: bool = False) -> None:
         """Free the unsharded parameters, unless they are sharded already or pinned by `unsharded()`.
 
-        With `is_after_forward`, backward may follow, so neighbours keep the parameters for it if they are set up to do
-        so.
+        Set `is_after_forward` if backward may follow. If the unit has `neighbours`, these ranks then keep the
+        parameters until backward.
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
@@ -185,20 +186,20 @@ class UnitParameters:
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
     def reshard_if_outdated(self) -> None:
-        """Free parameters kept across steps if their main weights have changed outside an optimizer step."""
+        """Reshard if parameters were kept across steps and their main weights have changed outside a step."""
         if self.state is UnitState.GATHERED and any(bucket.is_outdated for bucket in self.buckets):
             self.reshard()
 
     @property
     def freed_nbytes(self) -> int:
-        """Number of bytes that resharding frees: 0 if ranks share memory or one rank owns everything."""
+        """Return how many bytes resharding frees. It frees none if ranks share memory or one rank owns everything."""
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.buffer.is_persistent)
 
     def rest(self) -> None:
         """Put the sharded parameters back into the modules. Unlike `reshard`, this frees no memory.
 
         Outside forward and backward, `module.parameters()` must always yield sharded parameters. Otherwise clipping and
-        `zero_grad()` would act on the original ones, which never hold a gradient.
+        `zero_grad()` would act on the original parameters, which never hold a gradient.
         """
         if self.state is UnitState.UNSHARDED and not self.is_pinned:
             self._bind(unsharded=False)
@@ -213,21 +214,21 @@ class UnitParameters:
 
     @property
     def is_at_rest(self) -> bool:
-        """Return whether the modules hold sharded parameters, with which no forward can compute."""
+        """Return whether the modules hold sharded parameters, so that forward cannot run without unsharding."""
         return self.state is not UnitState.UNSHARDED
 
     def take_requires_grad(self) -> None:
-        """Call `Bucket.take_requires_grad` for each bucket."""
+        """Apply `requires_grad` changes made on original parameters to the sharded parameters, in every bucket."""
         for bucket in self.buckets:
             bucket.take_requires_grad()
 
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
-        """Report an event to the sink if there is one."""
+        """Report an event of this unit to the model's event sink, if it has one."""
         if self.schedule.event_sink is not None:
             self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
 
     def waiting(self, phase: str) -> Waiting:
-        """Return a context in which this rank waits for other ranks during this phase."""
+        """Return a context manager, for waiting for other ranks, that knows the unit and the phase of the step."""
         wait = self._waits.get((self.name, phase))
         if wait is None:
             wait = self._waits[self.name, phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])
@@ -236,7 +237,7 @@ class UnitParameters:
 
 
 def _check_unchanged(bucket: Bucket) -> None:
-    """Reject in-place changes of unsharded parameters, which would be lost or differ between ranks."""
+    """Raise an error if unsharded parameters changed in place: the change would be lost or differ between ranks."""
     changed = bucket.originals.take_changes()
     if not changed or (bucket.shares_main and bucket.mesh.world_size == 1):
         return  # a single rank, whose `full` shares the memory of `main`

@@ -26,14 +26,14 @@ from fullshard.engine.precision import torch_dtype
 
 
 class UnshardedGradient:
-    """The gradients that autograd has produced and no reduction has taken.
+    """The gradients of a bucket that autograd has produced and that have not been passed to a reduction yet.
 
     Attributes:
         expected: number of parameters that require a gradient.
-        fired: indices of the parameters with a gradient in this backward.
+        fired: indices of the parameters whose gradient has arrived in this backward.
         used: for each parameter, whether it got a gradient since the last publication, possibly under `no_sync`.
-        is_kept: whether part of the gradient is from earlier backwards, reduced by the current one or not.
-        used_up_by: the option that consumed the reduced gradient within this backward; empty otherwise.
+        is_kept: whether part of the gradient is from earlier backwards. It stays set if this backward reduces it.
+        used_up_by: the name of an option that has used up the reduced gradient within this backward; otherwise empty.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
@@ -54,18 +54,18 @@ class UnshardedGradient:
 
     @property
     def exists(self) -> bool:
-        """Return whether any gradient exists."""
+        """Return whether any gradient has been collected and not yet passed to a reduction."""
         return self._full is not None
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every parameter that requires a gradient has one."""
+        """Return whether the gradients of all parameters that require one have arrived in this backward."""
         return len(self.fired) >= self.expected
 
     def collect(self, index: int, parameter: torch.Tensor) -> bool:
         """Move the new `.grad` of parameter `index`, if it has one, into `full`. Return whether the bucket is complete.
 
-        If a gradient of this parameter has already been collected, add to it.
+        If a gradient of this parameter has been collected before, the new one is added to it.
         """
         grad = parameter.grad
         if grad is None:
@@ -87,12 +87,12 @@ class UnshardedGradient:
         return len(self.fired) >= self.expected  # `is_complete`, inlined to save a call per gradient
 
     def end_backward(self) -> None:
-        """Forget which gradients arrived in this backward."""
+        """Forget which gradients arrived in this backward, and note whether any are kept for the next one."""
         self.is_kept = self.exists
         self.fired.clear()
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
-        """Collect `grad` in the unused `piece`. If there is none, create a piece or add to the one in use."""
+        """Copy `grad` to the unused memory `piece`. If that is None, allocate memory, or add to what is there."""
         if self.used_up_by:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: another part of its gradient "
@@ -120,7 +120,7 @@ class UnshardedGradient:
             piece.add_(grad.ravel())
 
     def _check_data(self, failed: int | None = None) -> None:
-        """Check that the collected gradients belong to parameters that are still views of their bucket.
+        """Raise an error if a collected gradient belongs to a parameter whose data is no longer part of the bucket.
 
         `failed` is the index of a parameter with a gradient that could not be collected.
         """
@@ -142,7 +142,7 @@ class UnshardedGradient:
                 )
 
     def _begin(self) -> torch.Tensor:
-        """Return memory for the unsharded gradients, cut into one piece per parameter, with zeros between them."""
+        """Allocate `full` for the gradients, cut it into a piece per parameter, and set the gaps to zero."""
         self._full = self._empty(self._first_dtype)
         self._pieces, gaps = self._cut.apply(self._full)
         for gap in gaps:
@@ -155,14 +155,14 @@ class UnshardedGradient:
         return mesh.reduce.staging(self._spec.layout.full_numel, dtype, mesh.device)
 
     def _widen(self) -> None:
-        """Cast the collected gradients to `dtype` before another gradient is added."""
+        """Cast the collected gradients to the dtype of the reduction, because more gradients will be added to them."""
         if self._full is not None and self._full.dtype != self._spec.reduce_dtype:
             self._full = self._empty(self._spec.reduce_dtype).copy_(self._full)
             self._pieces, _ = self._cut.apply(self._full)
             self._fresh = {index: self._pieces[index] for index in self._fresh}
 
     def hand_over(self) -> torch.Tensor:
-        """Return `full`, shape (F,), with zeros for unused parameters. Later gradients go into new memory."""
+        """Return `full`, shape (F,), with zeros for unused parameters. Gradients that arrive later get new memory."""
         self._check_data()
         full = self._begin() if self._full is None else self._full  # unused on this rank, but perhaps not on another
         for piece in self._fresh.values():
@@ -175,24 +175,24 @@ class UnshardedGradient:
         self._fresh.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:
-        """Return this rank's `BucketEnd` for the bucket."""
+        """Return the bucket's part of the message that this rank sends at the end of backward."""
         if self.exists:
             self._check_data()
         return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
 
     def forget_used(self) -> None:
-        """Forget which parameters were used, after the gradients have been published on all ranks."""
+        """Forget which parameters were used, because their gradients have been published on all ranks."""
         self.used = bytearray(len(self.used))
 
     def clear(self) -> None:
-        """Discard everything after a failed backward."""
+        """Discard all gradients and the record of used parameters, after a failed backward."""
         self._let_go()
         self.end_backward()
         self.forget_used()
 
 
 class Cut:
-    """Cuts the elements `own` of a bucket into its parameters and the gaps between them, in one operation."""
+    """Cuts the part `own` of a bucket into its parameters, and the gaps between them, in one torch operation."""
 
     def __init__(self, layout: BucketLayout, *, own: Interval) -> None:
         self._sizes: list[int] = []
@@ -213,6 +213,6 @@ class Cut:
         self._sizes.append(numel)
 
     def apply(self, flat: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
-        """Return 1-D views of the parameters' parts, including empty ones, and of the gaps."""
+        """Return 1-D views of `flat`: one for each parameter's part, which may be empty, and one for each gap."""
         pieces = flat.split_with_sizes(self._sizes)
         return list(compress(pieces, self._are_parameters)), list(compress(pieces, self._are_gaps))

@@ -1,4 +1,4 @@
-"""Decides which modules are units and which unit owns which parameter. Uses `nn.Module`, but not the engine."""
+"""Decides which modules become units, and which unit owns each parameter. It does not use the engine."""
 
 from fullshard.core.requirements import require_torch
 

@@ -1,7 +1,7 @@
 """The assignment of parameters to units.
 
-A parameter belongs to the innermost unit module that contains it. A tied parameter (one object under several names)
-belongs to the innermost unit that contains *all* its places, so that it is unsharded wherever it is used.
+A parameter belongs to the innermost unit that contains it. A tied parameter (one object under several names) belongs to
+the innermost unit that contains *all* places where it occurs, so that it is unsharded wherever it is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fullshard.core.layout import Interval
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter and every place in the module tree that refers to it.
+    """One parameter and every place in the module tree where it occurs.
 
     Attributes:
         owners: `(module, attribute)` for each place, in definition order.
         replaced: earlier objects of this parameter, which the user may still hold (such as those on the meta device).
-        compute_dtype: the dtype in which forward computes with it, if it differs from the unit's.
-        by_rows: whether each rank gets rows of it, which torch sees as `Shard(0)`.
-        data_axes: the data axes of its mesh if it is a DTensor. Forward sees it replicated along them.
+        compute_dtype: the dtype in which forward computes with the parameter, if it differs from the unit's.
+        by_rows: whether each rank gets complete rows of the parameter, which torch sees as `Shard(0)`.
+        data_axes: the data axes of the parameter's mesh if it is a DTensor. In forward, it is replicated along them.
     """
 
     parameter: nn.Parameter
@@ -39,15 +39,15 @@ class Slot:
 
     @property
     def statistics_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the running statistics in the parameter's module (a batch norm), or None without any.
+        """Return the dtype of the running statistics if the parameter is in a batch norm, or None if it is not.
 
-        The parameter must compute in this dtype.
+        Forward must compute with the parameter in this dtype.
         """
         buffers = (module._buffers.get("running_mean") for module, _ in self.owners)
         return next((buffer.dtype for buffer in buffers if buffer is not None), None)
 
     def make_real(self, real: torch.Tensor) -> None:
-        """Replace a parameter on the meta device, which cannot be given memory, by a parameter with memory."""
+        """Replace a parameter on the meta device, which cannot be given memory, by one with the memory of `real`."""
         meta = self.parameter
         self.parameter = nn.Parameter(real, requires_grad=meta.requires_grad)
         self.replaced.append(meta)
@@ -56,15 +56,15 @@ class Slot:
 
 
 class Values(Protocol):
-    """Supplies the values of parameters that have none."""
+    """Supplies values for parameters that have no memory, such as those on the meta device."""
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, any dtype and device) with elements `interval` of the flattened part of this rank."""
+        """Fill `out` (1-D, any dtype and device) with the elements `interval` of this rank's flattened part."""
 
 
 @dataclass(slots=True)
 class UnitPlan:
-    """The parameters that one unit will own, in definition order. Modules that are unsharded together share a plan."""
+    """The parameters that one unit will own, in definition order. A plan has several modules if they form one unit."""
 
     modules: list[nn.Module]
     slots: list[Slot] = field(default_factory=list)
@@ -79,8 +79,8 @@ def partition(
 ) -> list[UnitPlan]:
     """Assign every parameter inside `modules` to a unit. Return one plan per unit, inner units first.
 
-    `modules` together form the outermost unit; `unit_modules` inside them are separate units. `stop_at` are subtrees to
-    skip, because they are units already.
+    `modules` together form the outermost unit. Each of `unit_modules` inside them is a separate unit. Subtrees in
+    `stop_at` are skipped, because they are units already.
     """
     root = UnitPlan(list(modules))
     plans = {id(module): UnitPlan([module]) for module in unit_modules if all(module is not m for m in modules)}
@@ -121,7 +121,7 @@ def partition(
 
 
 def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
-    """Return the error for a gradient dtype that differs from the stored dtype."""
+    """Return the error for a parameter whose gradient is to have another dtype than the parameter itself."""
     return WrapError(
         f"{name}: grad_dtype = {wanted} conflicts with the stored dtype {stored}, which a sharded gradient must have",
         hint="store it in the dtype of its gradient, and compute in another with MixedPrecisionPolicy(param_dtype=...)",
@@ -129,11 +129,11 @@ def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> Wrap
 
 
 def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
-    """Return up to three names of the parameters with the ids `wanted`, and the number of others, as a text."""
+    """Return a text with up to three names of parameters whose ids are in `wanted`, and how many more there are."""
     names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
     return first_of(names, 3)
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:
-    """Return the common prefix of two chains of nested units."""
+    """Return the leading units that two chains of nested units have in common."""
     return [a for a, _ in takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))]

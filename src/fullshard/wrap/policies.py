@@ -1,4 +1,4 @@
-"""Policies that select which modules of a model become units. The engine does the sharding.
+"""Policies that select which modules of a model become units.
 
     Auto()                        Transformers' own list of layers, and all repeated blocks
     ByClass(("LlamaDecoderLayer",))
@@ -6,8 +6,9 @@
     ByPredicate(lambda module: isinstance(module, Expert))
     NoWrap()                      only the root
 
-The root is always a unit and is never listed. One transformer block is nearly always the right size for a unit: its
-all-gather overlaps with the computation of the previous block, and a rank holds two of them unsharded at a time.
+The root is always a unit, so policies do not select it. One transformer block is nearly always the right size for a
+unit: its all-gather overlaps with the computation of the previous block, and a rank holds two of them unsharded at a
+time.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _WORTH_A_UNIT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ByClass:
-    """Select modules of the given classes.
+    """Select all modules of the given classes.
 
-    A class name must match exactly, except for spaces around it. A class object also selects its subclasses.
+    A name must be exactly that of the class, except for spaces around it. A class object also selects its subclasses.
     """
 
     classes: tuple[str | type[nn.Module], ...]
@@ -61,7 +62,7 @@ class ByClass:
 
 @dataclass(frozen=True, slots=True)
 class BySize:
-    """Select the smallest modules that have at least `min_numel` parameters outside the units inside them."""
+    """Select the smallest modules with at least `min_numel` parameters, not counting those of smaller units inside."""
 
     min_numel: int
 
@@ -75,7 +76,7 @@ class BySize:
 
 @dataclass(frozen=True, slots=True)
 class ByPredicate:
-    """Select modules for which a function returns true. It is called once per module, but not for the root."""
+    """Select the modules for which a function returns true. The function is called once per module except the root."""
 
     predicate: Callable[[nn.Module], bool]
 
@@ -92,9 +93,11 @@ class NoWrap:
 class Auto:
     """Select units with the default policy, which suits most models without settings.
 
-    The policy selects the modules that Transformers names (`_no_split_modules` of the model and its submodules: layers
-    that must stay together). It also selects all repeated blocks: modules of a class that occurs more than once among
-    the children of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`; of nested blocks, only the outermost ones.
+    The policy selects the modules whose classes Transformers lists in `_no_split_modules` of the model or its
+    submodules, because they must not be split. It also selects all repeated blocks: modules of a class that occurs more
+    than once among the children of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. If blocks are nested, only
+    the outermost ones are selected.
+
     Many models name only some of their layers. If named modules make up most of a block, they become units instead of
     the block; otherwise they are part of the block's unit. torch layers such as `nn.Linear` count as blocks only if
     there are no other blocks.
@@ -105,7 +108,7 @@ WrapPolicy = ByClass | BySize | ByPredicate | NoWrap | Auto
 
 
 def parse_policy(value: object) -> WrapPolicy:
-    """Convert any form in which users may specify a policy to a policy object.
+    """Return the policy that `value` describes, in any form in which users may specify it.
 
     Accepted forms are a policy, None or `"auto"`, `"none"`, class names separated by commas, a class, an iterable of
     classes and names, or a function of a module.
@@ -142,7 +145,7 @@ _Modules = Mapping[int, nn.Module]
 
 
 def selected_modules(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
-    """Return the modules that a policy selects, in definition order, each once, without the root.
+    """Return the modules that a policy selects, in definition order, without the root or duplicates.
 
     All of them have parameters. Some may contain others, and some may already be units.
     """
@@ -164,7 +167,7 @@ def _names_a_class(item: object) -> bool:
 
 
 def can_be_units(model: nn.Module) -> _Modules:
-    """Return the modules that can be units: those with parameters and a forward, except the root."""
+    """Return the modules other than the root that can be units: those that have parameters and a forward."""
     opaque = [module for module in model.modules() if isinstance(module, _OPAQUE)]
     hidden = {id(inner) for module in opaque for inner in module.modules()} - {id(module) for module in opaque}
     return {
@@ -178,7 +181,7 @@ def can_be_units(model: nn.Module) -> _Modules:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether `module` has a forward. Without one (`nn.ModuleList`), its hooks would never run."""
+    """Return whether `module` has a forward. Hooks of modules without one (`nn.ModuleList`) would never run."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
@@ -197,7 +200,7 @@ def _by_class(policy: ByClass, model: nn.Module, candidates: _Modules) -> set[in
 
 
 def _unmatched(model: nn.Module, wanted: str | type[nn.Module], candidates: _Modules) -> WrapError:
-    """Return the error for a class without modules that can be units."""
+    """Return the error to raise if no module of the class `wanted` can be a unit."""
     name = wanted if isinstance(wanted, str) else wanted.__name__
     sizes: defaultdict[str, list[int]] = defaultdict(list)
     for module in candidates.values():
@@ -266,7 +269,7 @@ def _automatic(_policy: Auto, model: nn.Module, candidates: _Modules) -> set[int
 
 
 def _repeated_blocks(model: nn.Module, candidates: _Modules) -> set[int]:
-    """Return the ids of the modules that are blocks by `Auto`'s rule, including nested ones."""
+    """Return the ids of the modules that `Auto` regards as repeated blocks, including nested ones."""
     groups: defaultdict[type[nn.Module], dict[int, nn.Module]] = defaultdict(dict)
     for container in model.modules():
         for child in container.children() if isinstance(container, _LISTS) else ():
@@ -280,7 +283,7 @@ def _repeated_blocks(model: nn.Module, candidates: _Modules) -> set[int]:
 
 
 def _is_single_layer(cls: type[nn.Module]) -> bool:
-    """Return whether a class is one of torch's single layers, such as `nn.Linear`, and not a torch block."""
+    """Return whether a class is a single torch layer, such as `nn.Linear`, rather than a block of torch layers."""
     return cls.__module__.startswith("torch.nn.") and not cls.__module__.endswith((".transformer", ".activation"))
 
 
@@ -295,5 +298,5 @@ _SELECTED_BY: Mapping[type[Any], Callable[[Any, nn.Module, _Modules], set[int]]]
 
 
 def numel(*modules: nn.Module) -> int:
-    """Return the number of distinct parameter elements in the modules."""
+    """Return the number of elements in all parameters of the modules, counting shared parameters once."""
     return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
