@@ -199,8 +199,7 @@ class Collectives(Protocol):
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Send every rank its part of `leaving`, and fill `arriving` with the parts received from all ranks.
 
-        Both tensors are 1-D and have the same dtype. Parts are in rank order, include the part that this rank keeps,
-        and may be empty.
+        Both tensors are 1-D and of one dtype. Parts are in rank order, include this rank's own, and may be empty.
         """
 
     # The methods below are for ranks that can access each other's memory. Other backends do nothing here.

@@ -1,4 +1,4 @@
-"""Accelerate's dialect: the keys of its files, and all keys in one flat table, as its flags and variables use them."""
+"""Accelerate's dialect: the keys of its files, and one flat table of all keys for its flags and variables."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _mixed_precision(value: Any) -> Settings:
 
 
 def hosts(value: Any) -> Settings:
-    """Read a number of hosts, given as one number or as `MIN:MAX`."""
+    """Read the number of hosts, written as one number or as `MIN:MAX`."""
     low, colon, high = values.text(value).partition(":")
     if not colon or values.integer(low) == values.integer(high):
         return {"launch.num_machines": values.integer(low)}
@@ -121,7 +121,7 @@ def is_auto(value: Any) -> bool:
 
 
 def unless_auto(path: str) -> Any:
-    """Return a reader for the setting at `path` that accepts `auto`, which leaves the setting to the script."""
+    """Return a reader for the setting at `path` that accepts `auto`, with which the script chooses the value."""
 
     def read(value: Any) -> Settings | str:
         return AUTO if is_auto(value) else {path: values.coerce(path, value)}

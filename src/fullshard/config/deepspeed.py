@@ -1,9 +1,9 @@
-"""DeepSpeed's dialect: its JSON files, and the short form in an Accelerate file.
+"""DeepSpeed's dialect: the keys of its JSON files, and the short form in an Accelerate file.
 
 A ZeRO stage becomes a strategy. Keys that describe the training (stage, offload, precision, accumulation) are
-translated. Keys about buckets and overlap have no effect, because the engine decides about them. DeepSpeed's other
-features (optimizers, data, profilers) are refused unless they are switched off, because ignoring them would change
-the training.
+translated. Keys about buckets and overlap have no effect, because the engine makes these choices itself. DeepSpeed's
+other features (optimizers, data, profilers) are refused unless they are switched off, because ignoring them would
+change the training.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _KINDS = ("type", "torch_adam", "adam_w_mode")
 
 
 def _made_by_script(value: Any) -> str:
-    """Accept an optimizer or scheduler whose numeric settings are all `auto`, which leaves them to the script."""
+    """Accept an optimizer or scheduler whose numeric settings are all `auto`, so that the script sets them."""
     numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)
@@ -195,11 +195,11 @@ _ZERO = Dialect(
 
 
 def _finish(reading: Reading) -> None:
-    """Apply the rules that involve several keys.
+    """Apply the rules that depend on several keys.
 
-    ZeRO++ and MiCS specify a group size, which makes the strategy hybrid. Without a stage, DeepSpeed replicates the
-    model. DeepSpeed also derives the number of micro-batches per step from two batch sizes, because it knows the number
-    of ranks.
+    ZeRO++ and MiCS specify a group size, which makes the strategy hybrid. A note warns if the stage is missing, because
+    DeepSpeed then replicates the model. Another note warns if DeepSpeed would derive the number of micro-batches per
+    step from two batch sizes.
     """
     size = reading.setting("sharding.shard_size")
     if size is not None:
@@ -216,7 +216,7 @@ def _finish(reading: Reading) -> None:
 
 
 def _finish_fp16(reading: Reading) -> None:
-    """Drop problems with the loss scale if fp16 is disabled, because the value is then unused."""
+    """Remove problems with the loss scale if fp16 is disabled, because the loss scale is then unused."""
     enabled, scale = reading.entries.get("enabled"), reading.entries.get("loss_scale")
     if enabled is not None and scale is not None and enabled.value is False:
         reading.problems = [problem for problem in reading.problems if scale.origin not in problem.origins]

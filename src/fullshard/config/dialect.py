@@ -1,8 +1,8 @@
-"""Tables that describe dialects: a row for each key that users write, with its effect in fullshard.
+"""Tables of configuration dialects, with a row for each key that users may write and its effect in fullshard.
 
-A key is used as it is, translated (a note gives the setting), or without effect (a note gives the reason). A key that
-is not in the table is an error with a suggestion. The documentation's tables and the tests are generated from these
-rows.
+A key is used as it is, translated (a note names the resulting setting), refused, or without effect (a note gives the
+reason). A key that is not in the table is an error with a suggestion. The documentation's tables and the tests are
+generated from these rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A row of a dialect: a key as the current version of its tool writes it.
+    """A row of a dialect. It describes one key, under the name that the current version of the tool uses.
 
     Attributes:
         name: The key without dashes and prefixes.
@@ -46,12 +46,12 @@ class Key:
         target: The path of the setting that the key sets. If there are several settings, see `read`.
         because: The reason why the key has no effect or is refused; for a translated key, its meaning in fullshard.
         spellings: Deprecated or incorrect spellings that are accepted too.
-        read: Converts the value to settings by path, for a row that is not simply `target = value`. A `ConfigError` or
-            `ValueError` means that the value is invalid. None means that the key has no effect, and a string gives the
-            reason.
+        read: A function that converts the value to settings by path, for rows that do more than `target = value`. It
+            raises `ConfigError` or `ValueError` if the value is invalid. It returns None if the key has no effect, or a
+            string with the reason.
         section: The dialect of the nested mapping, if the value is one.
-        unset: Values that do not request anything, which are allowed even if the key is refused. A row with `read`
-            ignores them.
+        unset: Values that request nothing. They are allowed even if the key is refused. Rows with `read` do not use
+            them.
         variable: The environment variable that corresponds to the key.
     """
 
@@ -66,7 +66,7 @@ class Key:
     variable: str | None = None
 
     def settings(self, value: Any) -> Settings | str | None:
-        """Return the settings that `value` sets, as described for `read`."""
+        """Return the settings that `value` sets, or None or a reason as described for `read`."""
         if self.read is not None:
             return self.read(value)
         return {self.target: values.coerce(self.target, value)} if self.target else {}
@@ -84,7 +84,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note on a key that was not used as written. The text follows the origin and the key in the message."""
+    """A note on a key that was not used as written. Its message is the origin, the key, and then `text`."""
 
     origin: Origin
     key: str
@@ -109,7 +109,7 @@ class Problem:
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise one `ConfigError` that lists all problems, if there are any."""
+    """Raise one `ConfigError` that lists all problems, or return if there are none."""
     problems = list(problems)
     if not problems:
         return
@@ -127,10 +127,10 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 @dataclass(slots=True)
 class Reading:
-    """The contents of one source: its settings as written, and the problems found.
+    """The settings that one source contains, as written there, and the problems found in it.
 
-    A reading with problems must not be used. `entries` maps the names of keys in the table to the entries as written,
-    for rules that involve several keys.
+    A reading with problems must not be used. `entries` contains the entries as written, by the names of their keys in
+    the table, for rules that depend on several keys.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -150,13 +150,13 @@ class Reading:
         return next((setting for setting in reversed(self.settings) if setting.path == path), None)
 
     def drop(self, path: str, because: str) -> None:
-        """Remove a setting that has no meaning in combination with the others, and add a note about it."""
+        """Remove a setting that has no effect in combination with the others, and add a note about it."""
         for setting in [setting for setting in self.settings if setting.path == path]:
             self.settings.remove(setting)
             self.notes.append(_note(setting, because))
 
     def find_contradictions(self) -> None:
-        """Add a problem where two keys set a setting to different values, so that neither wins silently."""
+        """Add a problem for two keys that set one setting to different values, so that neither wins silently."""
         first: dict[str, Setting] = {}
         known = {origin for problem in self.problems for origin in problem.origins if len(problem.origins) > 1}
         for setting in self.settings:
@@ -170,13 +170,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A table of keys.
+    """The table of the keys that one tool or one kind of file uses.
 
     Attributes:
         name: The name of the tool or file that uses these keys, for messages.
         keys: The rows of the table.
         prefix: An optional prefix of the keys.
-        finish: A function that checks the complete reading, for keys that depend on other keys.
+        finish: A function that is called with the complete reading, to apply rules that depend on several keys.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Dialect:
     finish: Callable[[Reading], None] | None = None
 
     def find(self, name: str) -> Key | None:
-        """Return the row for a key in any case, with `-` or `_`, and with or without the prefix."""
+        """Return the row for a key, or None. Case, `-` or `_`, and the presence of the prefix do not matter."""
         wanted = _normal(name)
         options = {wanted, self.prefix + wanted, wanted.removeprefix(self.prefix)} if self.prefix else {wanted}
         for key in self.keys:

@@ -1,4 +1,4 @@
-"""Reads settings from environment variables."""
+"""Reader for settings in environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def accelerates_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
     """Read the variables that Accelerate's launcher sets for its workers or that users set themselves.
 
-    Empty variables count as not set. An unknown name is a problem if it resembles a known one or begins with `FSDP_` or
+    Empty variables count as unset. An unknown name is a problem if it resembles a known name or begins with `FSDP_` or
     fullshard's own prefix. Any other unknown name that begins with `ACCELERATE_` only produces a note.
     """
     environ = os.environ if environ is None else environ
@@ -56,10 +56,9 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
 
 
 def _wished(entries: list[Entry]) -> list[Entry]:
-    """Drop the entries that the user did not set.
+    """Drop entries that do not apply to the chosen version and wrap policy, because the user did not set them.
 
-    Accelerate's launcher exports every setting, mostly with Accelerate's defaults, including settings that do not apply
-    to the chosen version and wrap policy.
+    Accelerate's launcher exports every setting, even those that do not apply, mostly with Accelerate's defaults.
     """
     said = {entry.key: entry.value.upper() for entry in entries}
     if said.get("fsdp_version", "1") == "2":

@@ -1,7 +1,7 @@
 """The flags of `fullshard launch`: Accelerate's, torchrun's, and a flag for each setting of the schema.
 
-A flag that sets something is a row of a dialect, like a key of a file. This module also splits a command line into
-flags and the program to run. Arguments after the program belong to the program.
+Each flag that changes a setting is a row of a dialect, like a key in a file. This module also splits a command line
+into flags and the program to run. All arguments after the program are passed to the program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Kind = Literal["script", "module", "program"]
 
 
 def _endpoint(value: Any) -> Settings:
-    """Read `host`, `host:port`, `[address]:port`, or an IPv6 address."""
+    """Read the address and port of the main host from `host`, `host:port`, `[address]:port`, or an IPv6 address."""
     text = values.text(value)
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]") or (host.count(":") and not host.endswith("]")):
@@ -111,7 +111,7 @@ FLAGS = Dialect(
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A flag that controls the command itself, with its one-letter form if it has one. A switch has no `metavar`."""
+    """A flag that controls the command itself. `short` is its one-letter form. A switch has an empty `metavar`."""
 
     name: str
     short: str = ""
@@ -158,8 +158,8 @@ class CommandLine:
 
     Attributes:
         options: The flags that control this command itself, by name.
-        entries: The other flags.
-        given: All flags as written, each with its name and words.
+        entries: The other flags, which change settings.
+        given: All flags in the given order, each as its name and the words that were written for it.
     """
 
     kind: Kind = "script"
@@ -174,7 +174,7 @@ class CommandLine:
         return self.options[name].value if name in self.options else None
 
     def readings(self) -> list[Reading]:
-        """Return the readings of the flags in ascending order of precedence."""
+        """Return the settings read from the flags and from files that they name, in ascending order of precedence."""
         readings = []
         if (further := self.options.get("fsdp_config")) is not None:
             value, origin = str(further.value), further.origin
@@ -190,7 +190,7 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Split a command line into flags and the program with its arguments. Refuse flags that are unknown."""
+    """Split a command line into flags and the program with its arguments. Raise `ConfigError` for unknown flags."""
     line = CommandLine()
     problems: list[Problem] = []
     rest = list(argv)
@@ -249,7 +249,7 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
 
 
 def flag_choices(written: str) -> tuple[str, ...]:
-    """Return the allowed values of a flag, or an empty tuple if the values are not limited to a list."""
+    """Return the allowed values of a flag, or an empty tuple if any value of its type is allowed."""
     found = _find(written.lstrip("-").replace("-", "_"))
     if isinstance(found, Option):
         return tuple(found.metavar.split("|")) if "|" in found.metavar else ()

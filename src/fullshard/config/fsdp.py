@@ -1,4 +1,4 @@
-"""The keys of `fsdp_config`, which Accelerate, Transformers' `--fsdp_config`, and the plugin share.
+"""The keys of `fsdp_config`, which are shared by Accelerate, its plugin, and Transformers' `--fsdp_config`.
 
 There are two versions of these keys. Version 1 has a named strategy, and version 2 has the boolean
 `reshard_after_forward`. This dialect accepts the keys of both versions, as long as they do not contradict each other.
@@ -46,7 +46,7 @@ def _strategy(value: Any) -> Settings:
 
 
 def _reshard(value: Any) -> Settings:
-    """Read a boolean, `auto`, or (in version 1) a strategy's name or number. The number 1 always means true."""
+    """Read a boolean, `auto`, or, as in version 1, the name or number of a strategy. The number 1 always means true."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return {"sharding.reshard_after_forward": "auto"}
     try:
@@ -117,7 +117,7 @@ FSDP_KEYS = (
 
 
 def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
-    """Return the rows with new names for some keys, which keep Accelerate's names as alternative spellings."""
+    """Return the rows with new names for some keys. Their names in Accelerate remain as alternative spellings."""
     return tuple(
         dataclasses.replace(
             key,
@@ -131,7 +131,7 @@ def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
 
 
 def finish_fsdp(reading: Reading) -> None:
-    """Apply the rules that involve several keys: the choice of units, and the two ways to set a strategy."""
+    """Apply the rules that depend on several keys: the choice of units, and the two ways to set a strategy."""
     _finish_wrap(reading)
     _finish_strategy(reading)
 
@@ -171,7 +171,7 @@ def _finish_strategy(reading: Reading) -> None:
 
 
 def make_hybrid(reading: Reading, because: Setting) -> None:
-    """Replace the reading's strategy with the hybrid strategy that does the same after the forward pass."""
+    """Replace the reading's strategy with the hybrid strategy that does the same with weights after forward."""
     old = reading.setting("sharding.strategy")
     row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
     if old is not None and not row.shards:

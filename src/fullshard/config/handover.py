@@ -1,8 +1,8 @@
-"""Handover of the resolved configuration from the launcher to its workers in a file that an environment variable names.
+"""Passes the resolved configuration from the launcher to its workers, in a file named by an environment variable.
 
-A script may set Accelerate's variables afterwards. They take precedence over the file, as in Accelerate, where the
-plugin reads the variables when it is created. The file also contains the variables as the launcher found them, so
-that a worker does not apply those a second time.
+A script may set Accelerate's variables afterwards. They take precedence over the file, as they do in Accelerate, where
+the plugin reads the variables when it is created. The file also contains the variables as the launcher found them, so
+that a worker does not apply the same values a second time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _own = {("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")}
 
 
 def hand_over(config: RunConfig, path: Path) -> dict[str, str]:
-    """Write `config` and Accelerate's variables to `path`, and return the variables that point a worker to the file."""
+    """Write `config` and Accelerate's variables to `path`. Return the variables that tell workers where it is."""
     document = {**json.loads(config.model_dump_json()), _ENVIRONMENT: accelerates_variables(os.environ)}
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return {CONFIG.name: str(path)}
@@ -53,9 +53,9 @@ def _read() -> tuple[RunConfig, dict[str, str]] | None:
 
 
 def launched() -> Reading:
-    """Read the settings that the launcher handed over and those that the script has since set in the environment.
+    """Read the settings from the launcher's file, and those that the script has since set in the environment.
 
-    Without a launcher's file, read the environment as `accelerate launch` leaves it.
+    If there is no such file, read the environment variables that `accelerate launch` sets.
     """
     found = _read()
     if found is None:
@@ -78,7 +78,7 @@ def launched() -> Reading:
 
 
 def set_variables(**variables: str) -> None:
-    """Set variables for other libraries. These variables must only repeat what the configuration contains."""
+    """Set environment variables for other libraries. They must only repeat what the configuration contains."""
     os.environ.update(variables)
     _own.update(variables.items())
 

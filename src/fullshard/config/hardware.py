@@ -16,7 +16,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class DetectedDevice:
-    """An accelerator. `capability` is CUDA's, such as 8.0. Fields are None if the driver does not report them."""
+    """An accelerator. `capability` is its CUDA compute capability, such as 8.0. Unreported values are None."""
 
     name: str
     memory_nbytes: int | None = None
@@ -25,7 +25,7 @@ class DetectedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The resources of the host that this process may use, and the reason if its accelerators could not be detected."""
+    """The resources of the host that this process may use. `failure` says why accelerators could not be detected."""
 
     cpu_count: int
     memory_nbytes: int | None
@@ -34,7 +34,7 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    """Detect this host's hardware without importing torch. Never raises, and finds only what nvidia-smi lists."""
+    """Detect this host's hardware without torch. Never raises. Finds only accelerators that nvidia-smi lists."""
     accelerators, failure = _accelerators()
     return Hardware(usable_cpu_count(), usable_memory_nbytes(), accelerators, failure)
 
@@ -45,7 +45,7 @@ def usable_cpu_count() -> int:
 
 
 def usable_memory_nbytes() -> int | None:
-    """Return the host's memory or a container's lower limit, or None if the system does not report it."""
+    """Return the host's memory in bytes, or the container's limit if lower. None if the system does not report it."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

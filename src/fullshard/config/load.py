@@ -50,7 +50,7 @@ def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_
 
 
 def _at(entries: tuple[Entry, ...], origin: Origin) -> tuple[Entry, ...]:
-    """Return the entries, all with the same origin."""
+    """Return copies of the entries, all with the given origin."""
     return tuple(
         Entry(entry.key, _at(entry.value, origin) if entry.is_mapping else entry.value, origin) for entry in entries
     )

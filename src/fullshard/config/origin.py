@@ -1,4 +1,4 @@
-"""The origins of values, which messages and `fullshard config explain` report."""
+"""The places where values were set, as reported in messages and by `fullshard config explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Precedence(IntEnum):
-    """The precedence of sources that set the same setting; the highest wins. An argument is passed by the script."""
+    """The kinds of sources in ascending order of precedence. An argument is a value that the script passes."""
 
     DEFAULT = 0
     FILE = 1
@@ -56,7 +56,7 @@ class Entry:
     origin: Origin
 
     def __repr__(self) -> str:
-        """Return the key and value as written, because error messages quote them, including nested keys."""
+        """Return the key and value as written, including nested keys, because error messages quote them."""
         return f"{self.key}: {self.value!r}"
 
     @property

@@ -1,4 +1,4 @@
-"""Resolution of readings into one `RunConfig`. For each setting, the source with the highest precedence wins."""
+"""Merges the readings of all sources into one `RunConfig`. For each setting, the highest precedence wins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.config.settings import About, Fault, SettingsError
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A valid configuration, the settings that a source has set, by path, and notes on the other keys."""
+    """A valid configuration, the settings that any source has set, by path, and notes about the other keys."""
 
     config: RunConfig
     settings: dict[str, Setting]

@@ -1,11 +1,11 @@
-"""The settings of a run as validated data. This module does not import torch, so dtypes and classes are names.
+"""The settings of a run as validated data. This module does not import torch, so dtypes and classes are given by name.
 
     RunConfig
     ├── launch      LaunchConfig      processes, hosts, rendezvous, logs
     ├── sharding    ShardingConfig    how a model is divided over the ranks
     ├── precision   PrecisionConfig   dtypes
-    ├── training    TrainingConfig    what the loop does around the engine
-    └── checkpoint  CheckpointConfig  what is written
+    ├── training    TrainingConfig    the training loop around the engine
+    └── checkpoint  CheckpointConfig  the contents of checkpoints
 
 An unknown field, a value of the wrong type, or an unsupported combination raises a `ConfigError`.
 """
@@ -43,7 +43,7 @@ class PrecisionConfig(Settings):
 
     | mode | main weights | compute | gradients reduced in |
     |---|---|---|---|
-    | `no` | as the model has them | as the model has them | float32, or wider if they are |
+    | `no` | the model's dtype | the model's dtype | float32, or the model's dtype if it is wider |
     | `fp32` | float32 | float32 | float32 |
     | `bf16` | float32 | bfloat16 | float32 |
     | `fp16` | float32 | float16, scaled loss | float32 |
@@ -120,7 +120,7 @@ class PrecisionConfig(Settings):
 
     @property
     def compute_dtype(self) -> str | None:
-        """Return the dtype of the parameters during compute, or None if it is the dtype in which they are stored."""
+        """Return the dtype to which parameters are cast for compute, or None if they keep the dtype of the model."""
         return self.param_dtype or COMPUTE[self.mode]
 
     @property
@@ -130,7 +130,7 @@ class PrecisionConfig(Settings):
 
 
 class LaunchConfig(Settings):
-    """Control where and how the processes of a job are started."""
+    """Settings for where and how the processes of a job are started."""
 
     num_processes: int | None = setting(
         None, ge=1, le=10**6, ask="How many processes over all hosts? (empty: one per device, when the job starts)"
@@ -288,7 +288,7 @@ class LaunchConfig(Settings):
 
 
 class TrainingConfig(Settings):
-    """Control what a training loop does around the engine."""
+    """Settings for the training loop around the engine."""
 
     gradient_accumulation_steps: int = setting(1, ge=1, ask="Micro-batches per optimizer step? (gradient accumulation)")
     """Micro-batches per optimizer step."""
@@ -323,7 +323,7 @@ class TrainingConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """Control what checkpoints contain."""
+    """Settings for the contents of checkpoints."""
 
     state_dict_type: StateDictType = setting(
         "SHARDED_STATE_DICT",
@@ -435,7 +435,7 @@ class RunConfig(Settings):
 
     @classmethod
     def of_paths(cls, values: Mapping[str, Any]) -> Self:
-        """Build a configuration from settings by path.
+        """Build a configuration from a mapping of paths (`group.name`) to values.
 
         Raises:
             SettingsError: If settings of a group are invalid or if groups are incompatible.
@@ -454,5 +454,5 @@ SETTINGS: dict[str, FieldInfo] = {
 
 
 def settings_of(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the values of one group from values by path, and return them by name."""
+    """Return the values that belong to one group, by setting name. `values` is keyed by path."""
     return {path.split(".")[1]: value for path, value in values.items() if path.startswith(f"{group}.")}

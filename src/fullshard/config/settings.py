@@ -16,13 +16,13 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Facts about a setting besides its description.
+    """Additional facts about a setting, which are not in its description.
 
     Attributes:
         ask: The question in the questionnaire, or an empty string if the questionnaire does not ask about the setting.
         answers: The description of each possible answer, by value. Empty if the answer is text or a number.
-        overruled_by: Other settings of the group that express the same choice. If one of them is set in a source of
-            higher precedence, this setting is ignored.
+        overruled_by: Other settings of the group that express the same choice. If a source of higher precedence sets
+            one of them, this setting is ignored.
     """
 
     ask: str = ""
@@ -31,7 +31,7 @@ class About:
 
     @classmethod
     def of(cls, setting: FieldInfo) -> About:
-        """Return the facts about a setting."""
+        """Return the `About` facts that are attached to a setting."""
         return next((found for found in setting.metadata if isinstance(found, cls)), cls())
 
 
@@ -43,7 +43,7 @@ def setting(
     overruled_by: tuple[str, ...] = (),
     **bounds: Any,
 ) -> Any:
-    """Return a field of `Settings` with the facts in `About`. `bounds` are passed to pydantic's `Field`."""
+    """Return a field of `Settings` with these facts (see `About`). `bounds` are passed to pydantic's `Field`."""
     field = Field(default=default, **bounds)
     field.metadata.append(About(ask, answers or {}, overruled_by))
     return field
@@ -51,7 +51,7 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: the settings at fault (the most likely first), a message, and one action that fixes it."""
+    """An invalid setting or combination: the settings to blame (likeliest first), a message, and one fix."""
 
     settings: tuple[str, ...]
     message: str
@@ -71,7 +71,7 @@ class SettingsError(ConfigError):
 
 
 class CombinationError(ConfigError):
-    """Raised if individually valid settings are incompatible. `settings` names them, the likeliest culprit first."""
+    """Raised if individually valid settings are incompatible. `settings` names them, the most likely culprit first."""
 
     def __init__(self, message: str, *settings: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -103,7 +103,7 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
-        """Build settings from a mapping, or return existing settings unchanged. None gives the defaults.
+        """Build settings from a mapping, or the defaults from None. Return existing settings unchanged.
 
         Raises:
             ConfigError: `value` is anything else.
@@ -132,7 +132,7 @@ class Settings(BaseModel):
 
     @classmethod
     def _advice(cls, name: str, value: object) -> str:
-        """Return a hint with the choice that the wrong value resembles, or else the setting's description."""
+        """Return a hint for a wrong value: the allowed choice that it resembles, or else the setting's description."""
         field = cls.model_fields[name]
         close = closest(str(value), words_of(field))
         return f"did you mean {close}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
@@ -145,7 +145,7 @@ def words_of(field: FieldInfo) -> tuple[str, ...]:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the most similar known name, or None if no similarity reaches `cutoff`, which is from 0 to 1."""
+    """Return the most similar known name, or None if no similarity (0 to 1) is at least `cutoff`."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 

@@ -20,12 +20,12 @@ Form = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8", "mxfp4", "fp8"]
 
 
 def kept_or_auto(choice: str) -> Mapping[str, Any]:
-    """Convert the choice `strategy` or `auto` to a value of `reshard_after_forward`, without its boolean values."""
+    """Return the settings for the choice `auto` or `strategy`: `reshard_after_forward` is then `auto` or None."""
     return {"sharding.reshard_after_forward": "auto" if choice == "auto" else None}
 
 
 class ShardingConfig(Settings):
-    """Control how a model is divided over the ranks."""
+    """Settings for how a model is divided over the ranks."""
 
     strategy: str = setting(
         "FULL_SHARD",
@@ -265,13 +265,13 @@ class ShardingConfig(Settings):
 
     @property
     def _first_offload(self) -> str | None:
-        """Return the name of the first setting that offloads a sharded part to the host, or None if none does."""
+        """Return the name of the first setting that offloads a sharded part to host memory, or None."""
         names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
         return next((name for name in names if getattr(self, name)), None)
 
     @property
     def offload(self) -> Offload:
-        """Return which parts are kept in host memory."""
+        """Return which parts are offloaded to host memory."""
         return Offload.of(
             self.cpu_offload,
             self.offload_compute_shards,
@@ -291,10 +291,10 @@ class ShardingConfig(Settings):
         return None if self.unsharded_memory_gib is None else round(self.unsharded_memory_gib * 2**30)
 
     def resolved_strategy(self) -> Strategy:
-        """Return the strategy, with the override by `reshard_after_forward` applied.
+        """Return the strategy after `reshard_after_forward` has been applied to it.
 
         Raises:
-            ConfigError: If no strategy differs from the chosen one in this respect alone.
+            ConfigError: If no strategy differs from the chosen one only in what happens after forward.
         """
         row = parse_strategy(self.strategy)
         if self.reshard_after_forward == "auto":

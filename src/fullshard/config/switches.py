@@ -1,7 +1,7 @@
-"""fullshard's own environment variables, one row each. The documentation's table is generated from these rows.
+"""A table of fullshard's own environment variables. The table in the documentation is generated from these rows.
 
 Users set the first variables to turn off optimizations for speed or memory. The launcher sets the others for its
-workers. A variable that has the prefix but no row is an error.
+workers. A variable with fullshard's prefix that is not in the table is an error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PREFIX = "FULLSHARD_"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An environment variable: its subject and the effect of each value.
+    """An environment variable, what it controls, and the effect of each value.
 
-    The first value is the default. A variable without `values` accepts any text of the given `form`, which `takes`
-    checks.
+    The first value is the default. A variable without `values` accepts text of the given `form`, which the function
+    `takes` checks.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Switch:
     takes: Callable[[str], object] = bool
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
-        """Return the value in `os.environ` or `environ`, or the first of `values` if it is unset or empty."""
+        """Return the variable's value in `environ` (or `os.environ`). If it is unset or empty, return the default."""
         value = (os.environ if environ is None else environ).get(self.name, "").strip()
         if self.is_wrong(value):
             raise ConfigError(f"${self.name} has the invalid value {value!r}", hint=self.hint)
@@ -126,7 +126,7 @@ SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *H
 
 
 def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | None:
-    """Return the number of seconds that the variable `TIMEOUT` sets in `os.environ` or `environ`, or None if unset."""
+    """Return the number of seconds in the variable `FULLSHARD_TIMEOUT`, or None if it is not set."""
     text = TIMEOUT.read(environ)
     return float(text) if text else None
 
@@ -150,6 +150,6 @@ def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 
 def check_switches() -> None:
-    """Refuse environment variables with fullshard's prefix that are unknown or have an invalid value."""
+    """Raise `ConfigError` if an environment variable with fullshard's prefix is unknown or has an invalid value."""
     for _, message, hint in faults(os.environ):
         raise ConfigError(message, hint=hint)

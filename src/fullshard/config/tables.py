@@ -1,4 +1,4 @@
-"""The documentation's Markdown tables of dialects and of fullshard's own environment variables.
+"""Generates the documentation's Markdown tables of dialects and of fullshard's own environment variables.
 
     python -m fullshard.config.tables docs/configuration.md
 

@@ -1,7 +1,7 @@
 """TorchAcc's `Config`: every field with its type, its default, and its effect in fullshard, in one place.
 
-Every assignment is validated. The row (a `Key`) of a field is in its annotation. `fullshard.integrations.torchacc`
-itself uses the fields without a target, which control the data loader and the choice of checkpointed layers.
+Every assignment is validated. The annotation of each field contains its row (a `Key`). Fields without a target, which
+control the data loader and the choice of checkpointed layers, are used by `fullshard.integrations.torchacc` itself.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class MemoryConfig(_ConfigGroup, path="config.memory"):
 
 
 class DataLoaderConfig(_ConfigGroup, path="config.dataloader"):
-    """Length buckets: every batch is padded to one of a few lengths."""
+    """Length bucketing, which pads every batch to one of a few lengths."""
 
     buckets: Annotated[list[int] | None, BeforeValidator(_as_buckets), _used("batches are padded to these lengths")] = (
         None
@@ -224,7 +224,7 @@ class SPConfig(_ConfigGroup, path="config.dist.sp"):
 
 
 class DistConfig(_ConfigGroup, path="config.dist"):
-    """The division of the work among ranks."""
+    """The division of the work among the ranks."""
 
     dp: DPConfig = Field(default_factory=DPConfig)
     tp: TPConfig = Field(default_factory=TPConfig)
@@ -305,7 +305,7 @@ class Config(_ConfigGroup):
         refuse(self.reading().problems)
 
     def entries(self) -> dict[str, Entry]:
-        """Return the fields that differ from their default, and always the shard size, by dotted name."""
+        """Return the fields that differ from their defaults, by dotted name. The shard size is always included."""
         defaults = {name: value for name, value, _ in _leaves(Config())}
         changed = {name: v for name, v, _ in _leaves(self) if v != defaults[name] or name == _SIZE}
         return {
@@ -318,7 +318,7 @@ class Config(_ConfigGroup):
         }
 
     def reading(self) -> Reading:
-        """Return the settings that the fields set. Faults are in the reading's `problems`."""
+        """Return the settings that the fields set. Invalid fields are listed in the `problems` of the reading."""
         return TORCHACC.read(self.entries().values())
 
     @classmethod
@@ -354,7 +354,7 @@ def _leaves(group: _ConfigGroup, prefix: str = "") -> Iterator[tuple[str, Any, K
 
 
 def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
-    """Yield the entries of all fields with dotted names."""
+    """Yield nested entries as flat entries, whose keys are the dotted names of fields."""
     for entry in entries:
         name = prefix + entry.key
         if entry.is_mapping and TORCHACC.find(name) is None:
@@ -364,7 +364,7 @@ def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
 
 
 def _plain(value: Any, *, into: Any, name: str) -> Any:
-    """Convert a value to the form of the field: mappings become dicts, and lists become sets if the field is a set."""
+    """Convert a value for a field: mappings become dicts, and lists become sets if the field is a set."""
     if isinstance(value, tuple) and all(isinstance(item, Entry) for item in value):
         return {item.key: item.value for item in value}
     if isinstance(value, list | tuple) and (isinstance(into, set) or name == "gc_cls"):
@@ -373,7 +373,7 @@ def _plain(value: Any, *, into: Any, name: str) -> Any:
 
 
 def _finish(reading: Reading) -> None:
-    """Add a problem for each field that contradicts another one or has no meaning without another one."""
+    """Add a problem for each field that contradicts another field, or that has no effect without another field."""
     given = reading.entries
     lengths = "dataloader.max_length" if "dataloader.max_length" in given else "dataloader.buckets"
     for name, needed, hint in (
@@ -396,7 +396,7 @@ TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Confi
 
 
 def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
-    """Refuse sizes whose product is not the world size, and topologies in which replicas are adjacent."""
+    """Raise `ConfigError` if the product of the sizes is not the world size, or if replicas are adjacent."""
     shard = given["dist.fsdp.size"]
     replicas, order = given.get("dist.dp.size"), given.get("dist.topology")
     problems = []

@@ -22,7 +22,7 @@ PACKAGES = {
 
 
 def require_trackers(names: Iterable[str], said: str) -> None:
-    """Refuse known trackers that are not installed, before a long run starts. `said` names who requested them."""
+    """Refuse known trackers that are not installed, before a long run starts. `said` is the flag that named them."""
     for name in names:
         package, extra = PACKAGES.get(name, (None, ""))
         if package is not None and importlib.util.find_spec(package) is None:

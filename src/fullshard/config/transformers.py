@@ -1,4 +1,4 @@
-"""Transformers' dialect: `--fsdp` and the keys of `--fsdp_config` in versions 4 and 5, with or without `fsdp_`."""
+"""Transformers' dialect: `--fsdp` and the keys of `--fsdp_config` (versions 4 and 5, with or without `fsdp_`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _read_words(value: Any) -> Settings:
 
 
 def _finish(reading: Reading) -> None:
-    """Apply the rules of `fsdp_config`, and drop its two top-level entries, which have been read already."""
+    """Apply the rules of `fsdp_config`. Remove its two top-level entries, because their contents have been read."""
     finish_fsdp(reading)
     for name in ("fsdp", "fsdp_config"):
         reading.entries.pop(name, None)

@@ -1,4 +1,4 @@
-"""Readers for values as users write them (`'no'`, `True`, `1e8`, `"A, B"`), which return the type of the setting.
+"""Readers that convert values as users write them (`'no'`, `True`, `1e8`, `"A, B"`) to the type of a setting.
 
 A value that cannot be read raises a `ValueError` with a message that gives the expected and the actual value.
 """
@@ -47,7 +47,7 @@ def integer(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """Read a number. Refuse NaN, because it compares equal to nothing and lies outside all bounds."""
+    """Read a number. Refuse NaN, which comparisons with bounds cannot detect."""
     try:
         if not isinstance(value, bool) and not math.isnan(found := float(value)):
             return found
@@ -64,7 +64,7 @@ def text(value: Any) -> str:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Read names from a list or comma-separated text, stripping spaces. A single number is a device's name."""
+    """Read names from a list or comma-separated text, stripping spaces. A single number may be the name of a device."""
     items = value.split(",") if isinstance(value, str) else [value] if type(value) is int else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
         raise ValueError(f"expected names separated by commas, got {value!r}")
@@ -72,7 +72,7 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
-    """Read one of the uppercase names, in any case, with `-` or a space for `_`, or by its number (from 1)."""
+    """Read one of the uppercase names. Accept any case, `-` or a space for `_`, and, if `numbered`, its number."""
     name = text(value).upper().replace("-", "_").replace(" ", "_")
     if numbered and name.isdigit() and 1 <= int(name) <= len(known):
         return known[int(name) - 1]
@@ -91,7 +91,7 @@ def is_none(value: Any) -> bool:
 
 
 def coerce(path: str, value: Any) -> Any:
-    """Convert a value to the type of the setting at `path` or raise ValueError. The schema checks the range."""
+    """Convert a value to the type of the setting at `path`. Raise `ValueError` if it cannot be converted."""
     kinds = _members(SETTINGS[path].annotation)
     if type(None) in kinds and is_none(value):
         return None
