@@ -2,8 +2,7 @@
 
 All ranks must communicate in the same order, although different buckets may become ready first on each rank.
 `core.schedule` computes this order. This module reports events to it and performs the operations that are due. An
-autograd callback ends the backward pass: it reduces the buckets that never became ready, with zeros for unused
-parameters.
+autograd callback ends the pass: it reduces buckets that never became ready, with zeros for unused parameters.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class Backward:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a backward pass is in progress, or has failed and nothing has detected this yet."""
+        """Return whether a backward pass is in progress, or has failed without the engine having detected it."""
         return self.hookless_calls.backward is not None
 
     def note_call(self, unit: Unit) -> None:
-        """Record that `unit` has run, so that the next backward pass is expected to reach it."""
+        """Record that `unit` has run forward, so that the next backward pass is expected to reach it."""
         self._participants[unit] = None
 
     def order_reductions(self, ran: Sequence[Unit]) -> None:
-        """Set the order of reductions, unless it is already set. It is the reverse of `ran`, a complete forward."""
+        """Set the order of reductions to the reverse of the forward order `ran`, unless it has been set before."""
         if not self._reduce_order:
             every = dict.fromkeys([*ran, *reversed(self._schedule.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(every)}
@@ -200,8 +199,8 @@ class Backward:
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still update it. The message also
         says whether any rank collected more gradients than it reduced, through reentrant checkpointing or a unit that
-        ran only under `no_sync`. In that case all ranks reduce the bucket once more, if it should be reduced. The
-        message also says whether all ranks reduced the same buckets, and carries the messages of extensions.
+        ran only under `no_sync`. In that case all ranks reduce the bucket once more, unless it is not to be reduced
+        yet. The message also says whether all ranks reduced the same buckets, and carries the messages of extensions.
         """
         collecting = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)

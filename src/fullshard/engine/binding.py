@@ -20,7 +20,7 @@ from fullshard.wrap.partition import Slot
 
 
 class Binding:
-    """The places in a unit's modules where its parameters are stored, and what is bound there at the moment."""
+    """The places in a unit's modules where its parameters are stored, and the parameters to put there."""
 
     def __init__(self, entries: Sequence[tuple[Slot, ShardedParameter]]) -> None:
         places: list[tuple[dict[str, Any], str, nn.Parameter, ShardedParameter]] = [

@@ -188,8 +188,8 @@ class Bucket(BucketSpec):
     def write_back(self) -> None:
         """Copy changes in this rank's interval of the unsharded parameters into `main`.
 
-        Only changed elements are copied: if the compute dtype is narrower than that of `main`, copying the others would
-        round them.
+        Only changed elements are copied. If the compute dtype is narrower than that of `main`, copying all of them
+        would round those that did not change.
         """
         if self.shares_main:
             return
@@ -201,8 +201,8 @@ class Bucket(BucketSpec):
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze an original parameter when the script does so with the sharded parameter.
 
-        This must happen immediately, because autograd checks the original again when its gradient arrives. It must find
-        the value that the script set last, even if the parameter was frozen in forward.
+        This must happen immediately: when the gradient arrives, autograd checks whether the original requires one, and
+        must find the value that the script set last, even if the parameter was frozen in forward.
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)

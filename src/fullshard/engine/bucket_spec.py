@@ -101,7 +101,7 @@ class BucketSpec:
         )
 
     def shard_spec(self, index: int) -> ShardSpec:
-        """Return the spec of parameter `index`: which elements each rank owns. The spec does not have a name yet."""
+        """Return the spec that defines which elements of parameter `index` each rank owns. It has no name yet."""
         placement = RaggedShard(self.layout.shard_numel, self.layout.offsets[index])
         shape = torch.Size(self.layout.specs[index].shape)
         return self.kinds[index].spec(self.slots[index], self.mesh, shape, placement, self.reduction)

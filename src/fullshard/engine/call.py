@@ -1,7 +1,7 @@
 """One forward of a unit that may have a backward, and the hooks that track backward through the unit.
 
-    outputs   Each output has a hook. It runs when the gradient exists: backward is about to enter the unit.
-    inputs    Each input passes through an identity with a hook. When all have run, backward has left the unit.
+    outputs   Each output has a hook, which runs when its gradient exists and backward is about to enter the unit.
+    inputs    Each input passes through an identity with a hook. Once all hooks have run, backward has left the unit.
 
 An error in a hook surfaces in `loss.backward()`, so the hook adds the name of the unit to the error. `HooklessCalls`
 tracks calls without inputs that require a gradient.
@@ -71,8 +71,8 @@ class Call:
     def is_in_backward(self) -> bool:
         """Return whether the current backward reaches the call, or True if no backward is in progress.
 
-        Also return True if this cannot be known. That the graph still exists is not enough: a rank that keeps the loss
-        of an evaluation would wait for a backward that never comes.
+        Also return True if the answer is unknown. It is not enough that the graph still exists: a rank that keeps the
+        loss of an evaluation would wait for a backward that never comes.
         """
         if self.is_active or not self._below_outputs or torch_private.backward_under_way() == -1:
             return True
@@ -80,12 +80,12 @@ class Call:
         return any(torch_private.will_run(node) is not False for node in self._below_outputs)
 
     def watch_inputs(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Insert an identity operation before every input that requires a gradient, to detect when it is complete.
+        """Insert an identity before every input that requires a gradient, to detect when that gradient is complete.
 
-        The identity's output is used only by this unit. If other modules also read the input, its own gradient is
-        complete much later. The identity is a view, so that the unit may still modify its input in place, which a
-        custom autograd function would prevent. Lists and dicts are not copied: the unit may have to modify them, and
-        would modify a copy.
+        Only this unit uses the identity's output. If other modules also read the input, the gradient of the input
+        itself is complete much later. The identity is a view, so that the unit may still modify its input in place,
+        which a custom autograd function would prevent. Tensors in lists and dicts are skipped: the unit may have to
+        modify these containers, and would modify a copy.
         """
         done = _passed(unit, self)
 
@@ -153,7 +153,7 @@ class Calls:
         return list(filter(None, map(operator.call, self._references.copy()))) if self._references else []
 
     def pending(self) -> list[Call]:
-        """Return the calls that the current backward has yet to reach or has not left yet."""
+        """Return the calls that the current backward still has to reach or to leave."""
         return [call for call in self.live() if not call.is_done and call.is_in_backward]
 
     @property

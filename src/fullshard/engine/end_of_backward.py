@@ -1,12 +1,12 @@
 """The message that all ranks exchange at the end of every backward, before gradients are published.
 
-    bytes                                                                          reduced to
-    per note of an extension: its bytes, and each subtracted from 255              the largest and the smallest
-    per bucket: reduced, not reduced                                               whether all or none reduced it
-                collected more than it reduced                                     whether any rank did
-                used, for each parameter                                           which of them any rank used
+    bytes                                                          what they say after the exchange
+    each note of an extension, and 255 minus each of its bytes     the largest and the smallest bytes on any rank
+    for each bucket: reduced, not reduced                          whether all ranks or none reduced it
+                     collected more than it reduced                whether any rank did
+                     used, for each parameter                      whether any rank used it
 
-A single all-reduce on the host (maximum) combines the messages of all ranks.
+The exchange is a single all-reduce on the host that computes the maximum of each byte.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _COMPLEMENT = bytes(range(255, -1, -1))
 class BucketEnd(NamedTuple):
     """The part of the message about one bucket. After the exchange, a flag is set if any rank has set it.
 
-    `has_more` means that gradients arrived after the reduction of the bucket, or that it was not reduced. `used` has a
-    flag for each parameter, which is set if the parameter got a gradient.
+    `has_more` means that some of the collected gradients have not been included in a reduction. `used` has a flag for
+    each parameter, which is set if the parameter got a gradient.
     """
 
     is_reduced: bool

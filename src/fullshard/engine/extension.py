@@ -71,7 +71,7 @@ class Extension:
         """Run once all units have their buckets, which may be some time after `assembled`."""
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over the state of `earlier`, the instance of this class for a model that this model now contains."""
+        """Take over the state of `earlier`, the same extension of a model that is now part of this model."""
 
     def before_first_use(self, *, in_forward: bool) -> None:
         """Run before the parameters of the model are first gathered, in its first forward or earlier."""
@@ -91,7 +91,7 @@ class Extension:
         """Run at the start of a forward of the model, before `call_begins` runs for its outermost unit."""
 
     def call_begins(self, unit: Unit) -> None:
-        """Run before a unit is unsharded for its forward. Recomputed forwards do not count."""
+        """Run before a unit is unsharded for its forward, but not before a recomputation of that forward."""
 
     def before_gather(self, unit: UnitParameters) -> None:
         """Run before the all-gathers of a unit are launched, whether in forward, in backward or elsewhere."""
@@ -140,7 +140,7 @@ class Extension:
         return b""
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Read the combined messages of all ranks. Only gradients published early are published before this.
+        """Read the combined messages of all ranks before gradients are published, unless they were published early.
 
         Raise an error on all ranks or on none.
 
@@ -215,7 +215,7 @@ def anything_was_sharded() -> bool:
 
 
 class Extensions:
-    """The extensions of one model. It has an attribute for each moment: the methods to call, in order."""
+    """The extensions of one model. For each moment, an attribute contains the methods to call, in order."""
 
     def __init__(self, model: Schedule) -> None:
         self._all = [kind(model) for kind in _registered]

@@ -38,7 +38,7 @@ class Forward:
         return self._depth > 0
 
     def begin(self, unit: Unit) -> bool:
-        """Begin the forward of a unit (not a recomputation). Return whether the unit is the outermost one."""
+        """Begin a forward of a unit that is not a recomputation. Return whether the unit is the outermost one."""
         schedule = self._schedule
         if self._depth and unit is schedule.units[-1]:  # the outermost again
             self.abandon()
@@ -100,7 +100,7 @@ class Forward:
             schedule.settle()  # after a forward without backward, the user may change main weights immediately
 
     def abandon(self) -> None:
-        """Abandon a forward that a keyboard interrupt has ended, after which torch does not call hooks."""
+        """Clean up after a keyboard interrupt in forward, because torch then does not call the forward hooks."""
         if not self._depth:
             return
         self._depth = 0
@@ -110,7 +110,7 @@ class Forward:
             unit.abandon_forward()
 
     def forget(self) -> None:
-        """Discard the forward in progress after all its units have been left."""
+        """Record that no forward is in progress, after the units have discarded their forward calls."""
         self._depth = 0
 
     def forget_last_call(self) -> None:

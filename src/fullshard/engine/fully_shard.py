@@ -53,12 +53,11 @@ def fully_shard(
         reshard_after_forward: whether to free the unsharded parameters between forward and backward. Default: True, but
             False for the outermost unit, because backward needs it immediately. With an integer n, groups of n
             neighbouring ranks keep the parameters sharded among themselves until backward. n must divide the size of
-            the shard axis: 1 means False, the full size means True. If ranks of a host share memory, n means True:
-            unsharding costs nothing.
-        shard_placement_fn: a function that, as in torch, is called for each parameter and may return a placement. If it
-            returns `Shard(0)`, each rank gets the same rows as in torch's `fully_shard`, but each such parameter needs
-            a separate gather and reduction. For None and other dims, each rank gets an interval. Another mesh is an
-            error.
+            the shard axis: 1 means False, the full size means True. If ranks of a host share memory, n means True,
+            because unsharding then costs nothing.
+        shard_placement_fn: a function that is called for each parameter and may return a placement, as in torch.
+            `Shard(0)` gives each rank the same rows as torch's `fully_shard`, but requires a separate gather and
+            reduction for each such parameter. None and other dims give each rank an interval. Another mesh is an error.
         mp_policy: a `MixedPrecisionPolicy` from fullshard or torch.
         offload_policy: an `OffloadPolicy` or `CPUOffloadPolicy` from fullshard or torch.
         ignored_params: parameters that are neither sharded nor reduced.
@@ -124,7 +123,7 @@ def make_unit(
 ) -> Unit:
     """Make a unit from parameters that are already on the device where the unit will compute.
 
-    `values` supplies the values of parameters without memory. `prefix` precedes the class names of the modules.
+    `values` supplies the values of parameters without memory. `prefix` is put before the class names of the modules.
     """
     unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, frees_after_forward=frees_after_forward)
     if values is not None or not any(postpones(unit) for postpones in schedule.extensions.postpones):
@@ -135,12 +134,12 @@ def make_unit(
 
 
 def units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return those of `modules`, and of the modules inside them, that are units."""
+    """Return those modules that are units, among `modules` and all modules inside them."""
     return [inner for module in modules for inner in module.modules() if unit_of(inner) is not None]
 
 
 def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: object) -> None:
-    """Check the types of the arguments. An empty list of modules is an error, because there would be no unit."""
+    """Check the types of the arguments. An empty list of modules is an error, because it would not form a unit."""
     others = [one for one in modules if not isinstance(one, nn.Module)]
     if others or not modules:
         found = type(others[0]).__name__ if others else "an empty list"
@@ -158,7 +157,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
 
 
 def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
-    """Return the parameters to ignore. Reject names and single tensors; a tensor would be iterated row by row."""
+    """Return the parameters to ignore. Reject names, and a single tensor, whose rows would be taken for parameters."""
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
         what = f"one {type(parameters).__name__}"
     else:

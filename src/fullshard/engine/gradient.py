@@ -108,8 +108,8 @@ class Gradient:
     def adds_early(self) -> bool:
         """Return whether a main gradient exists and new gradients can be added to it before the end of backward.
 
-        This is never the case with gradients on the host: the host would have to wait for a copy and compute the sum
-        while it still has to launch the rest of backward.
+        This is False for gradients on the host. The host would have to wait for a copy and compute the sum while it
+        still has to launch the rest of backward.
         """
         if self.main.tensor is None:
             return False
@@ -125,7 +125,7 @@ class Gradient:
             self.main.add_early(self._arrive(self._replicating))
 
     def _arrive(self, replicating: Work) -> torch.Tensor:
-        """Return the gradient of one backward, reduced along both axes. Add an earlier reduction, if there was one."""
+        """Return the gradient of one backward, reduced along both axes, even if it took more than one reduction."""
         shard, self._replicating = replicating.wait(), None
         if self._earlier is not None:
             shard.add_(self._earlier)

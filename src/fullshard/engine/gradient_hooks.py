@@ -43,7 +43,7 @@ class GradientHooks:
                 self._own.append(own.id)
 
     def stay_last(self) -> None:
-        """Make the engine's hooks run after hooks that were registered during forward and may change gradients."""
+        """Make the engine's hooks run last. Hooks that were registered during forward may change gradients."""
         if sum(map(len, self._hooks)) <= len(self._hooks):  # there are no others
             return
         for hooks, own in zip(self._hooks, self._own, strict=True):

@@ -44,7 +44,7 @@ class HooklessCalls:
         self._calls.clear()
 
     def reach(self, unit: Unit, call: Call) -> None:
-        """End the calls that backward has left. Do this before `call` of `unit`, which is next, gathers anything."""
+        """End the calls that backward has left, before `call` of `unit`, which it reaches next, gathers anything."""
         self.leave(after=call.number)
         call.reach()
         if not call.inputs_left:  # other calls end on their own, perhaps later if autograd has several queues
@@ -81,7 +81,7 @@ class HooklessCalls:
                 unit.reduce_if_left()
 
     def finish_others(self) -> None:
-        """Free the unsharded units of other models in this backward. Ranks that have already done so are waiting."""
+        """Free the unsharded units of other models. Ranks that have already freed theirs wait for this rank."""
         for other in self._others():
             for unit in other.units:
                 unit.finish_backward()

@@ -63,7 +63,7 @@ class ParameterKind:
         return "wraps other tensors, and forward would keep using these whatever the optimizer does"
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Raise an error if the parameters of this kind cannot be sharded over the mesh.
+        """Raise an error if these parameters cannot be sharded over the mesh.
 
         `roots` are the modules that contain them. `data` is a larger mesh with its data axes, if the script names them.
         """
@@ -78,7 +78,7 @@ class ParameterKind:
     # -- a parameter's memory -----------------------------------------------------------------------------------
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the plain tensor behind a parameter, detached from autograd. This rank shards it."""
+        """Return the plain tensor of a parameter, which is what this rank shards. It is detached from autograd."""
         return parameter.detach()
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class ParameterKind:
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec of a parameter, which does not have a name yet. This rank shards a tensor of `shape`."""
+        """Return the spec of a parameter, without a name yet, if this rank shards a tensor of shape `shape`."""
         return (RowSpec if slot.by_rows else ShardSpec)(mesh, shape, placement, Name(), reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -138,24 +138,24 @@ _registered: list[ParameterKind] = []
 
 
 def register_kinds(*kinds: ParameterKind, first: bool = False) -> None:
-    """Register kinds for parameters sharded from now on. They are tried after existing kinds, or before if `first`."""
+    """Register kinds for parameters sharded from now on. They have precedence over existing kinds if `first` is set."""
     place = 0 if first else len(_registered)
     _registered[place:place] = kinds
 
 
 def kind_of(tensor: torch.Tensor, *, beneath: ParameterKind | None = None) -> ParameterKind:
-    """Return the first kind that accepts a parameter or buffer, not counting the kind `beneath`."""
+    """Return the first kind that accepts a parameter or buffer. The kind `beneath`, if given, is skipped."""
     return next((kind for kind in _registered if kind is not beneath and kind.takes(tensor)), _PLAIN)
 
 
 def prepare(model: nn.Module, *, is_read_later: bool = False) -> None:
-    """Call `ParameterKind.prepare` of every registered kind on a model."""
+    """Let every registered kind prepare a model, as `ParameterKind.prepare` describes."""
     for kind in _registered:
         kind.prepare(model, is_read_later=is_read_later)
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Call `ParameterKind.place` of every registered kind, to move tensors of a module to the device."""
+    """Let every registered kind move its tensors in a module to the device, as `ParameterKind.place` describes."""
     for kind in _registered:
         kind.place(module, device)
 
@@ -163,14 +163,14 @@ def place(module: nn.Module, device: torch.device) -> None:
 def check_kinds(
     plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None = None
 ) -> None:
-    """Call `ParameterKind.check` of every registered kind with the parameters that it accepts."""
+    """Let every registered kind check the parameters that it accepts, as `ParameterKind.check` describes."""
     slots = [slot for plan in plans for slot in plan.slots]
     for kind in _registered:
         kind.check([slot for slot in slots if kind_of(slot.parameter) is kind], roots, mesh, data)
 
 
 def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
-    """Raise an error if a parameter is of a type that cannot be sharded or wants a gradient of another dtype."""
+    """Raise an error if a parameter's type cannot be sharded or if its `grad_dtype` differs from its dtype."""
     slots = [slot for plan in plans for slot in plan.slots]
     for slot in slots:
         wanted = getattr(slot.parameter, "grad_dtype", None)  # since torch 2.10

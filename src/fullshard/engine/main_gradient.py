@@ -20,7 +20,7 @@ from fullshard.engine.unsharded_gradient import Cut
 
 
 def _are_there(grads: Iterable[torch.Tensor | None]) -> Iterator[bool]:
-    """Yield for each gradient whether it is not None, without running Python bytecode for each one."""
+    """Yield True for each gradient that is not None, otherwise False, without running bytecode for each one."""
     return map(operator.is_not, grads, itertools.repeat(None))
 
 
@@ -61,7 +61,7 @@ class MainGradient:
         return self._are_untouched(local_gradients(self._parameters))
 
     def add_early(self, shard: torch.Tensor) -> None:
-        """Add a sum of gradients before backward has ended. At its end, `publish_early` must be called."""
+        """Add a sum of gradients before backward has ended. `publish_early` must be called at the end of backward."""
         assert self.tensor is not None  # noqa: S101 -- it is untouched
         self.tensor.add_(shard)
         self.is_ahead = True
@@ -99,7 +99,7 @@ class MainGradient:
         self._publish(grads, used)
 
     def _publish(self, grads: list[torch.Tensor | None], used: bytearray) -> None:
-        """Publish the main gradient as the `.grad` of each sharded parameter. `grads` are the present ones."""
+        """Publish the main gradient as the `.grad` of each sharded parameter. `grads` are the `.grad`s until now."""
         assert self.tensor is not None  # noqa: S101 -- something was added to it, or became it
         self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
         watch = self._spec.reduction.watch
@@ -120,7 +120,7 @@ class MainGradient:
             self._versions = _versions(published)
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
-        """Return the tensor, shape (S,), that `.grad`s `first` to `last` are views of, or None if one is not."""
+        """Return the tensor, shape (S,), whose views are all of the `.grad`s `first` to `last`, or None."""
         published = self._published[first : last + 1]
         grads = local_gradients(self._parameters[first : last + 1])
         return self._rounded if all(_are_there(published)) and are_same(grads, published) else None
@@ -141,7 +141,7 @@ class MainGradient:
             self._published, self._versions = [], []
 
     def _has_any(self) -> bool:
-        """Return whether any parameter has a gradient. To be fast, start with the one that had a gradient last time."""
+        """Return whether any parameter has a gradient. Check first the parameter that had one last time."""
         number = len(self._parameters)
         for index in range(self._found, self._found - number, -1):  # once around
             if self._parameters[index].local_grad is not None:

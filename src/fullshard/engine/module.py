@@ -1,4 +1,4 @@
-"""`FSDPModule`, which adds its methods to the user's module when the module becomes a unit."""
+"""`FSDPModule`, whose methods the user's module gets when it becomes a unit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MADE_FROM = "_fullshard_forward"
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """A handle with which to wait for `unshard(async_op=True)`."""
+    """A handle that `unshard(async_op=True)` returns, with which to wait for the parameters."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -66,7 +66,7 @@ class FSDPModule(TorchFSDPModule):
         require_unit(self).reshard()
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters as any module does. Even after a failed backward, they are the sharded ones."""
+        """Yield the parameters as any module does. They are always sharded, even after a failed backward."""
         require_unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
@@ -121,7 +121,7 @@ def use_module_class(kind: type[FSDPModule]) -> None:
 
 
 def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
-    """Attach the unit to its module, and give the module a prefixed class name and `FSDPModule`'s methods."""
+    """Attach the unit to its module, and change the module's class to one that has `FSDPModule`'s methods."""
     cls = type(module)
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit

@@ -111,7 +111,7 @@ class ShardedParameter(ShardedTensor):
         return self.spec.cut(value.full_tensor()).clone() if own is None else own
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
-        """Return a tensor with the layout of the parameter whose interval on this rank is `local`, shape (n,)."""
+        """Return a tensor with the parameter's layout from this rank's interval `local`, shape (n,)."""
         return ShardedTensor(local, self.spec)
 
     @property
@@ -187,7 +187,7 @@ def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
 
 
 def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
-    """Return the sharded tensor that replaces `parameter`, `parameter` itself if it is one, or None."""
+    """Return the sharded tensor that replaces `parameter`. Return `parameter` itself if it is one, or None."""
     reference = getattr(parameter, _REFERENCE, None)
     if reference is not None:
         return reference()  # type: ignore[no-any-return]

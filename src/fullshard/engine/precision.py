@@ -70,7 +70,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: Any) -> MixedPrecisionPolicy:
-        """Convert None or a policy of torch (FSDP1 or FSDP2) to this class. Return a policy of this class as it is."""
+        """Convert None or a torch policy (FSDP1 or FSDP2) to this class. Return a policy of this class unchanged."""
         if policy is None or isinstance(policy, cls):
             return policy or cls()
         if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
@@ -86,7 +86,7 @@ class MixedPrecisionPolicy:
         return None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
 
     def dtypes_of(self, override: torch.dtype | None = None) -> Dtypes:
-        """Return the names of the dtypes, which determine each bucket's dtypes. `override` replaces `param_dtype`."""
+        """Return the names of the dtypes, from which each bucket's are derived. `override` replaces `param_dtype`."""
         roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
         compute, reduce, gather_as, reduce_as = (None if dtype is None else dtype_name(dtype) for dtype in roles)
         return Dtypes(compute, reduce, gather_as, reduce_as)
@@ -98,7 +98,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype with this name."""
+    """Return the torch dtype that has this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -1,4 +1,4 @@
-"""The schedule of one model: what its units share, and what is done before a forward, a step or a save."""
+"""The schedule of one model: what its units share, and what happens before a forward, a step or a save."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Schedule:
             tell()
 
     def before_forward(self) -> None:
-        """Prepare for a forward of the model: clean up after failures, and detect what has changed between steps."""
+        """Prepare the model for a forward: clean up after a failed backward, and detect changes between steps."""
         if self.backward.is_under_way:
             self.reset()  # the last backward raised an error
         for tell in self.extensions.before_forward:
@@ -124,7 +124,7 @@ class Schedule:
         return [parameter for bucket in self.buckets() for parameter in bucket.sharded_parameters]
 
     def outer_groups(self) -> list[dist.ProcessGroup]:
-        """Return the process groups, along axes outside the mesh, of the ranks that share the model."""
+        """Return the process groups along axes outside the mesh whose ranks share the model."""
         if self._outer_groups is None:
             groups = (parameter.spec.outer_group for parameter in self.parameters())
             self._outer_groups = list(dict.fromkeys(group for group in groups if group is not None))
@@ -135,16 +135,16 @@ class Schedule:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     def reset(self) -> None:
-        """Put the model in its state between steps after a failed step: nothing in progress, everything sharded."""
+        """Return the model to its state between steps after a failure: nothing is in progress, all is sharded."""
         for unit in self.units:
             unit.forget_forwards()
         self.forward.forget()
         self.backward.forget()
 
     def recover(self) -> None:
-        """Clean up after a backward that raised an error, because autograd does not notify anyone in this case.
+        """Clean up after a backward that raised an error, which autograd does not report to the engine.
 
-        Do so only in the thread that trains: other threads cannot distinguish such a backward from one in progress.
+        This happens only in the thread that trains: others cannot distinguish such a backward from one in progress.
         """
         is_over = self.backward.is_under_way and torch_private.backward_under_way() == -1
         if is_over and threading.get_ident() == self._thread:
@@ -152,7 +152,7 @@ class Schedule:
 
     @property
     def optimizer_steps(self) -> int:
-        """Return the number of optimizer steps so far. Unlike `steps`, this counts a step before the next forward."""
+        """Return the number of optimizer steps so far. It includes a step after which no forward has begun yet."""
         return self.steps + self._stepped_since_forward
 
     def before_optimizer_step(self) -> None:

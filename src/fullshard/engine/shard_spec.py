@@ -84,11 +84,11 @@ class ReductionSettings:
 
 
 class CodedPart(torch.Tensor):
-    """A rank's part of a tensor that is stored in a coded form. Subclasses build it from `parts`.
+    """A rank's part of a tensor that is stored in a coded form, such as codes with scales.
 
     Attributes:
         form: the storage form.
-        parts: the 1-D tensors that contain the codes, keyed by their names in the form.
+        parts: the 1-D tensors from which a subclass is built, keyed by their names in the form.
     """
 
     form: StoredForm
@@ -100,7 +100,7 @@ class CodedPart(torch.Tensor):
 
 
 class Name:
-    """The qualified names of a parameter, for messages. All tensors with the parameter's layout share this object."""
+    """Holds the qualified names of a parameter, for messages. All tensors with the parameter's layout share it."""
 
     __slots__ = ("names",)
 
@@ -114,7 +114,7 @@ class Name:
 class ShardSpec:
     """The place of a tensor in a bucket, which determines the elements that each rank owns.
 
-    A parameter, its gradient and its optimizer state share one spec. `part` makes the spec of some of its rows. This
+    A parameter, its gradient and its optimizer state share one spec. `part` returns a spec for some of the rows. This
     class describes tensors that are sharded flat and as one piece. `engine.kinds` documents the other kinds.
 
     Attributes:
@@ -122,7 +122,7 @@ class ShardSpec:
         device_mesh: the torch mesh of the ranks that share the tensor.
         numel: number of elements in `sharded_shape`.
         interval: the elements that this rank owns of the flattened tensor of `sharded_shape`.
-        along_shard: the placement along the shard axis that torch is given, if it differs from `placement`.
+        along_shard: the placement that torch is given for the shard axis, if it differs from `placement`.
         beside: the placement along an axis of `device_mesh` that `mesh` does not have, if there is one.
         outer_group: the ranks along that axis.
         chunking: how the tensor is cut along that axis.
@@ -180,7 +180,7 @@ class ShardSpec:
 
     @property
     def sharded_shape(self) -> torch.Size:
-        """Return the shape of the tensor whose flattened elements `interval` counts."""
+        """Return the shape of the tensor whose flattened elements are distributed over the ranks of the mesh."""
         return self.shape
 
     @property
@@ -211,7 +211,7 @@ class ShardSpec:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the groups whose ranks own different elements. A sum over all elements is reduced over each group."""
+        """Return the process groups of ranks that own different elements. A sum of all elements spans all groups."""
         found = (self.mesh.shard_group, self.outer_group if self.is_chunked else None)
         return tuple(group for group in found if group is not None)
 
@@ -238,11 +238,11 @@ class ShardSpec:
         return boxes(tuple(self.sharded_shape), self.interval)
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Convert a full tensor to the tensor whose elements `interval` counts. This is a view if possible."""
+        """Convert a full tensor to one of shape `sharded_shape`, which is a view if possible."""
         return whole
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
-        """Undo `to_sharded`. If the tensor is chunked outside the mesh, all ranks that share it must call this."""
+        """Undo `to_sharded`. If the tensor is also cut outside the mesh, all ranks of that axis must call this."""
         return sharded
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ from fullshard.engine.shard_spec import RowSpec, ShardSpec
 
 
 class SpreadTensor(DTensor):
-    """A DTensor that is distributed as a spec defines. Each rank stores part or all of it.
+    """A DTensor that is distributed over the ranks of a spec. Each rank stores part or all of it.
 
-    `spec` is that of a parameter, or of the parameter from which the tensor was computed.
+    `spec` belongs to a parameter, or to the parameter from which the tensor was computed.
     """
 
     spec: ShardSpec

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """Keeps shards on the compute device. Subclasses keep the tensors named in `offload` elsewhere."""
+    """Keeps shards on the compute device. A subclass keeps some of them elsewhere, as its `offload` defines."""
 
     offload: Offload = Offload()
 
@@ -36,7 +36,7 @@ class Storage:
     # -- a bucket -----------------------------------------------------------------------------------------------
 
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
-        """Return zeros as memory for this rank's part of a bucket: shape (S,), or the bytes of a storage form."""
+        """Allocate zeros for this rank's part of a bucket: shape (S,), or the bytes of a storage form."""
         return torch.zeros(bucket.plan.main_numel, dtype=bucket.dtype, device=bucket.mesh.device)
 
     def make_compute_shard(self, bucket: Bucket) -> torch.Tensor:

@@ -173,7 +173,7 @@ class Unit(UnitParameters):
         return cast_floating(output, self.policy.output_dtype)
 
     def begin_backward(self) -> None:
-        """Begin the model's backward when a gradient of this unit exists, in case no output hook has done so."""
+        """Begin the model's backward at the first gradient of this unit, in case no output hook has begun it."""
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward reached its parameters before any of its "
@@ -208,7 +208,7 @@ class Unit(UnitParameters):
         self.emit(EventKind.BACKWARD_BEGIN)
 
     def post_backward(self, call: Call) -> None:
-        """Reshard the parameters and reduce the gradients, because backward has left `call` through all its inputs."""
+        """Reshard the parameters and reduce the gradients, because backward has left `call`."""
         self.schedule.backward.hookless_calls.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)

@@ -1,8 +1,7 @@
 """A unit's parameters: sharded at rest, and unsharded while code computes with them.
 
-They are unsharded in two steps, so that other work can be done in between: `issue_unshard` launches the all-gathers,
-and `unshard` waits for them and puts the original parameters into the modules. `reshard` undoes both. `engine.unit`
-calls these.
+They are unsharded in two steps, with other work in between: `issue_unshard` launches the all-gathers, and `unshard`
+waits for them and puts the original parameters into the modules. `reshard` undoes both. `engine.unit` calls these.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ class UnitParameters:
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
     def reshard_if_outdated(self) -> None:
-        """Reshard if parameters were kept across steps and their main weights have changed outside a step."""
+        """Reshard parameters kept across steps if main weights have been changed by anything but an optimizer."""
         if self.state is UnitState.GATHERED and any(bucket.is_outdated for bucket in self.buckets):
             self.reshard()
 
@@ -228,7 +227,7 @@ class UnitParameters:
             self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
 
     def waiting(self, phase: str) -> Waiting:
-        """Return a context manager, for waiting for other ranks, that knows the unit and the phase of the step."""
+        """Return a context manager in which this rank waits for others. It records the unit and `phase` for reports."""
         wait = self._waits.get((self.name, phase))
         if wait is None:
             wait = self._waits[self.name, phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])

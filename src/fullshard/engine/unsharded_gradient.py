@@ -87,12 +87,12 @@ class UnshardedGradient:
         return len(self.fired) >= self.expected  # `is_complete`, inlined to save a call per gradient
 
     def end_backward(self) -> None:
-        """Forget which gradients arrived in this backward, and note whether any are kept for the next one."""
+        """Forget which gradients arrived in this backward, and record whether any are left for the next one."""
         self.is_kept = self.exists
         self.fired.clear()
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
-        """Copy `grad` to the unused memory `piece`. If that is None, allocate memory, or add to what is there."""
+        """Collect `grad` in `piece`, which is unused. If it is None, allocate memory or add to the piece in use."""
         if self.used_up_by:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: another part of its gradient "

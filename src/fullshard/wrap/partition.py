@@ -121,7 +121,7 @@ def partition(
 
 
 def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
-    """Return the error for a parameter whose gradient is to have another dtype than the parameter itself."""
+    """Return the error for a parameter whose `grad_dtype` differs from its own dtype."""
     return WrapError(
         f"{name}: grad_dtype = {wanted} conflicts with the stored dtype {stored}, which a sharded gradient must have",
         hint="store it in the dtype of its gradient, and compute in another with MixedPrecisionPolicy(param_dtype=...)",
@@ -129,7 +129,7 @@ def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> Wrap
 
 
 def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
-    """Return a text with up to three names of parameters whose ids are in `wanted`, and how many more there are."""
+    """Return up to three names of parameters with ids in `wanted`, and how many more there are, as a string."""
     names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
     return first_of(names, 3)
 

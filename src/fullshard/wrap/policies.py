@@ -44,7 +44,7 @@ _WORTH_A_UNIT = 0.01
 class ByClass:
     """Select all modules of the given classes.
 
-    A name must be exactly that of the class, except for spaces around it. A class object also selects its subclasses.
+    A string must be the exact name of a class, except for spaces around it. A class object also selects subclasses.
     """
 
     classes: tuple[str | type[nn.Module], ...]
@@ -108,9 +108,9 @@ WrapPolicy = ByClass | BySize | ByPredicate | NoWrap | Auto
 
 
 def parse_policy(value: object) -> WrapPolicy:
-    """Return the policy that `value` describes, in any form in which users may specify it.
+    """Convert a value that specifies a policy in any supported form to a policy object.
 
-    Accepted forms are a policy, None or `"auto"`, `"none"`, class names separated by commas, a class, an iterable of
+    Supported forms are a policy, None or `"auto"`, `"none"`, class names separated by commas, a class, an iterable of
     classes and names, or a function of a module.
     """
     match value:
@@ -145,7 +145,7 @@ _Modules = Mapping[int, nn.Module]
 
 
 def selected_modules(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
-    """Return the modules that a policy selects, in definition order, without the root or duplicates.
+    """Return the modules that a policy selects, each once and in definition order. The root is not included.
 
     All of them have parameters. Some may contain others, and some may already be units.
     """

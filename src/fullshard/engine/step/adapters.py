@@ -30,7 +30,7 @@ class OptimizerAdapter:
         return True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepare the optimizer for a step, and return the arguments with which `step` is to be called."""
+        """Prepare the optimizer for a step. Return the arguments with which `step` is to be called."""
         return args, kwargs
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
@@ -45,7 +45,7 @@ class OptimizerAdapter:
         return True
 
     def values(self, kept: Any) -> Any:
-        """Decode a state entry of any optimizer and return its values. Return entries without codes unchanged."""
+        """Return the values in a state entry of any optimizer, decoded if this adapter knows the entry's type."""
         return kept
 
     def saved(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class OptimizerAdapter:
         return state
 
     def kept(self, optimizer: Any, parameter: ShardedParameter, state: dict[str, Any]) -> Mapping[str, Any]:
-        """Return one parameter's state in the optimizer's own format: the inverse of `saved`, for intervals."""
+        """Return one parameter's state as the optimizer keeps it. This is the inverse of `saved`, for intervals."""
         return state
 
 
@@ -72,7 +72,7 @@ def adapter_of(optimizer: torch.optim.Optimizer) -> OptimizerAdapter:
 
 
 def values_of(kept: Any) -> Any:
-    """Return the values in a state entry, decoded by the adapter that recognizes it, if there is one."""
+    """Return the values in a state entry, decoded by an adapter if one knows the entry's type."""
     for adapter in _registered:
         kept = adapter.values(kept)
     return kept

@@ -116,7 +116,7 @@ def _tell_after_closure(
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Undo what was prepared for a step, and notify the storages. This runs after the step of any optimizer."""
+    """Undo the preparations for a step, and notify the storages. This runs after the step of every optimizer."""
     finish_step(optimizer)
     adapter_of(optimizer).rest(
         optimizer, has_stepped=True

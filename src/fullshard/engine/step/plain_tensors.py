@@ -40,7 +40,7 @@ def use_plain_tensors(optimizer: optim.Optimizer) -> None:
 
 
 def finish_step(optimizer: optim.Optimizer) -> None:
-    """Store under the parameters the state that the optimizer sets after its update loop, as SGD does."""
+    """Copy state that the optimizer sets after its update loop, as SGD does, from plain tensors to parameters."""
     init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):
         init_group.take_state()
