@@ -1,4 +1,4 @@
-"""Settings of a command that include some settings of a run, which are derived from the schema.
+"""Classes for the settings of a command that include settings of a run, whose definitions come from the schema.
 
     class Job(View):
         seq_len: int = Field(2048, ge=1, description="Tokens per sequence")
@@ -24,9 +24,9 @@ from fullshard.core.strategy import parse_strategy
 
 
 def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
-    """Return a field for the run's setting at `path`.
+    """Return a field for the setting of a run at `path`.
 
-    `default` and `help` override the schema. `read` converts the field's value to settings by path.
+    `default` and `help` replace those of the schema. `read` converts the field's value to settings by path.
     """
     setting = SETTINGS[path]
     bounds = {
@@ -47,7 +47,7 @@ class View(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Build the settings from values by field, or raise a `ConfigError` that lists all problems with them."""
+        """Build the settings from values by field name. Raise a `ConfigError` that lists all problems with them."""
         for name in values:
             if name not in cls.model_fields:
                 raise ConfigError(f"{cls.subject} has no setting {name!r}", hint=suggestion(name, cls.model_fields))
@@ -69,20 +69,20 @@ class View(BaseModel):
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """Return the name of a field as users write it."""
+        """Return the name of a field as users write it, for error messages."""
         return name
 
     @classmethod
     def of_the_run(cls) -> dict[str, Key]:
-        """Return the fields that are settings of a run, each with the row that describes what it sets."""
+        """Return the fields that are settings of a run, by name, with the rows that describe what they set."""
         return {name: row for name, field in cls.model_fields.items() for row in field.metadata if isinstance(row, Key)}
 
     def run_config(self, **changed: Any) -> RunConfig:
-        """Return the run's configuration with the fields in `changed` replaced. Errors begin with the field's name."""
+        """Return the run's configuration, with the fields in `changed` replaced. Errors begin with a field's name."""
         return resolve([Reading(settings=list(self.run_settings(**changed)))]).config
 
     def run_settings(self, **changed: Any) -> Iterator[Setting]:
-        """Yield the run's settings that the fields set, with the fields in `changed` replaced."""
+        """Yield the settings of the run that the fields set, after replacing the fields in `changed`."""
         for name, row in self.of_the_run().items():
             value = changed.get(name, getattr(self, name))
             found = {row.target: value} if row.read is None else row.read(value)

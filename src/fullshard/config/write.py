@@ -1,4 +1,4 @@
-"""Writers for a `RunConfig` as fullshard's YAML with an explanation of every setting, and for its JSON schema."""
+"""Writes a `RunConfig` as YAML with an explanation of every setting, and the JSON schema of this YAML."""
 
 from __future__ import annotations
 

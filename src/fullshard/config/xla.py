@@ -1,6 +1,6 @@
-"""The `xla*` keys, with which Transformers' `fsdp_config` controls FSDP in PyTorch/XLA.
+"""The `xla*` keys of Transformers' `fsdp_config`, which control FSDP in PyTorch/XLA.
 
-`xla` and `xla_fsdp_v2` request another engine than fullshard's and are refused if PyTorch/XLA is not installed. The
+`xla` and `xla_fsdp_v2` request an engine other than fullshard's and are refused if PyTorch/XLA is not installed. The
 other keys are translated if they describe the training. Keys about XLA's compiler and collectives have no effect.
 """
 
@@ -53,9 +53,9 @@ XLA_TRAINS = "it selects PyTorch/XLA, which requires the extra `fullshard[xla]`"
 
 
 def require_xla(what: str, otherwise: str) -> Settings:
-    """Raise an error if `what` requests PyTorch/XLA and it is not available; the hint suggests `otherwise`.
+    """Raise an error if `what` requests PyTorch/XLA but it is not available. The hint suggests `otherwise`.
 
-    Return no settings, because the adapter reads the key itself.
+    Return no settings, because the adapter for PyTorch/XLA reads the key itself.
     """
     if (why := why_no_xla()) is not None:
         torch = ".".join(map(str, XLA_TORCH))

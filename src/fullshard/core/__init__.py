@@ -1,1 +1,1 @@
-"""Arithmetic and vocabulary that all layers share. No module in this package imports torch."""
+"""Calculations and data types that all layers share. No module in this package imports torch."""

@@ -1,4 +1,4 @@
-"""Conversion of an interval of a flattened tensor to boxes, which other formats and torch's tools work with.
+"""Converts an interval of a flattened tensor to boxes, which torch's tools and other checkpoint formats use.
 
 A tensor that is cut along its first dim, or not at all, is flattened row by row. A tensor that is cut along another dim
 is flattened chunk by chunk, so that a rank's part is always one interval:
@@ -17,10 +17,10 @@ from fullshard.core.layout import Interval
 
 @dataclass(frozen=True, slots=True)
 class IntervalBox:
-    """A box of a tensor: a range of elements in each of its dims.
+    """A box of a tensor, which contains a range of indices in each dim.
 
     Attributes:
-        offsets: The index of the first element.
+        offsets: The index of the first element, in each dim.
         sizes: The number of elements in each dim.
         start: The position of the first element in the interval.
         strides: The distance between neighboring elements in the interval, along each dim.
@@ -33,7 +33,7 @@ class IntervalBox:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements in the box."""
         return math.prod(self.sizes)
 
 
@@ -65,9 +65,9 @@ class Chunking:
 
     Attributes:
         dim: The dim to cut along.
-        parts: The number of parts. The tensor is cut like `torch.chunk` does, so the last parts may be empty.
+        parts: The number of parts. The tensor is cut as by `torch.chunk`, so the last parts may be empty.
         groups: The number of groups of equal size that are each cut this way, for a layer that packs several matrices
-            into one. A part has a piece of each group.
+            into one. Each part contains one piece of every group.
     """
 
     dim: int
@@ -75,7 +75,7 @@ class Chunking:
     groups: int = 1
 
     def pieces(self, shape: tuple[int, ...], part: int) -> list[tuple[int, int, int]]:
-        """Return `(start in the tensor, start in the part, length)`, along `dim`, for each piece of a part."""
+        """Return `(start in the tensor, start in the part, length)` along `dim` for each piece of a part."""
         length = shape[self.dim] // self.groups
         chunk = -(-length // self.parts)
         start = min(part * chunk, length)
@@ -88,7 +88,7 @@ class Chunking:
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
     def start(self, shape: tuple[int, ...], part: int) -> int:
-        """Return the start of a part in the flattened tensor."""
+        """Return the position in the flattened tensor at which a part starts."""
         return sum(math.prod(self.sizes(shape, before)) for before in range(part))
 
     @property
@@ -116,5 +116,5 @@ def in_whole(box: IntervalBox, chunking: Chunking, shape: tuple[int, ...], part:
 
 
 def replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    """Return a copy of the tuple in which `value` replaces the item for `dim`."""
+    """Return a copy of `values` in which `value` replaces the item for `dim`."""
     return (*values[:dim], value, *values[dim + 1 :])

@@ -1,6 +1,6 @@
-"""Plans of buckets without their memory: the dtype in each role, and which parts are on the host. Imports no torch.
+"""Plans of buckets: their layout, their dtypes, and which parts are on the host. This module does not import torch.
 
-The engine builds its buckets from these plans, and the planner uses them for its estimates, so the rules are the same.
+The engine builds its buckets from these plans, and the planner uses them for its estimates, so both follow one rule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fullshard.core.sizes import round_up
 
 
 class BucketKey(NamedTuple):
-    """The properties that a bucket's parameters share. Together with the dtypes of the run, they determine all dtypes.
+    """The properties that a bucket's parameters share. With the dtypes of the run, they determine the bucket's dtypes.
 
     `exact` parameters are bytes that are never cast and never rounded for sending. `form` is the name of the stored
     form in which the parameters are kept as bytes, or an empty string if they are stored as numbers.
@@ -35,7 +35,7 @@ class BucketKey(NamedTuple):
     def of(
         cls, dtypes: Dtypes, dtype: str, *, trainable: bool, exact: bool, statistics: str | None, form: str = ""
     ) -> BucketKey:
-        """Return the key of a parameter. `Dtypes.compute` describes `exact` and `statistics`."""
+        """Return the key of a parameter's bucket. `Dtypes.compute` explains `exact` and `statistics`."""
         compute = dtypes.compute(dtype, exact=exact, statistics=statistics)
         return cls("uint8" if form else dtype, compute, trainable, exact or bool(form), form)
 
@@ -45,11 +45,11 @@ class BucketPlan:
     """The plan of a bucket. Make it with `BucketPlan.of`.
 
     Attributes:
-        layout: Which rank owns which elements. The names of parameters are their numbers.
+        layout: Which rank owns which elements. Each parameter is named by its index.
         dtype, compute_dtype, reduce_dtype: The dtypes of stored and unsharded parameters and of reduced gradients.
-        weights_as, gradients_as: The dtypes in which intervals are sent, or None if they are sent as they are.
+        weights_as, gradients_as: The dtypes to which intervals are packed for sending, or None if they are not packed.
         offload: The parts that are kept in host memory.
-        whole_dtype: The dtype in which the parameter is gathered and stays, if it requires one and casts no further.
+        whole_dtype: The dtype of the gathered parameter if the parameter's class determines it, or None.
         form: The form in which the bucket is stored and sent, or None if it is stored as numbers.
     """
 
@@ -76,10 +76,10 @@ class BucketPlan:
         by_rows: bool = False,
         is_packed: bool = True,
     ) -> Self:
-        """Plan the bucket of parameters with these shapes, in definition order, shared by `world_size` ranks.
+        """Plan the bucket of parameters with these shapes, in definition order, for `world_size` ranks.
 
         With `by_rows`, the bucket has a single parameter, and each rank owns complete rows of it. With `is_packed`,
-        data may be rounded for sending if the run requests it.
+        weights may be rounded for sending if the run requests it.
         """
         reduce, form = dtypes.reduce(key.dtype), FORMS[key.form] if key.form else None
         atom = form.atom if form is not None else prod(shapes[0][1:]) if by_rows else None
@@ -100,7 +100,7 @@ class BucketPlan:
 
     @property
     def main_numel(self) -> int:
-        """Return the number of elements in this rank's stored interval, or of its bytes if it is stored in a form."""
+        """Return the number of elements in this rank's stored interval, or of bytes if it is stored in a form."""
         numel = self.layout.shard_numel
         return numel if self.form is None else round_up(self.form.nbytes(numel), ALIGNMENT_NBYTES)
 
@@ -111,19 +111,19 @@ class BucketPlan:
 
     @property
     def is_gathered_from_host(self) -> bool:
-        """Return whether the gather's input is copied from host memory before every gather."""
+        """Return whether the input of every gather is first copied from host memory."""
         return self.main_is_on_host and self.offload.compute_shards
 
     @property
     def state_visits_device(self) -> bool:
-        """Return whether the optimizer state, if there is any, is kept on the host but updated on the device."""
+        """Return whether optimizer state is kept on the host but copied to the device for every update."""
         return self.offload.optimizer_state and not self.main_is_on_host
 
     @property
     def compute_shard_dtype(self) -> str:
-        """Return the dtype of the gather's input, if this is not the stored interval itself on the device.
+        """Return the dtype of a gather's input that is not this rank's stored interval on the device.
 
-        Packing starts from exact values and takes place on the device.
+        If weights are packed, this is the stored dtype, because packing takes exact values and is done on the device.
         """
         return self.compute_dtype if self.weights_as is None and self.form is None else self.dtype
 
@@ -136,7 +136,7 @@ class BucketPlan:
 
     @property
     def may_hold_main(self) -> bool:
-        """Return whether the unsharded bucket could contain this rank's stored interval."""
+        """Return whether this rank's stored interval could be a view of the unsharded bucket."""
         return self.dtype == self.compute_dtype and not self.main_is_on_host and self.whole_dtype is None
 
     @property
@@ -147,6 +147,6 @@ class BucketPlan:
 
 @cache
 def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int, atom: int | None) -> BucketLayout:
-    """Return the cached layout for these shapes, or build it. Layers repeat, so most calls find it in the cache."""
+    """Return the layout for these shapes from a cache, or build it. Most calls find it, because layers repeat."""
     specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
     return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size, atom=atom)

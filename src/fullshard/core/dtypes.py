@@ -1,12 +1,12 @@
-"""The dtype of each tensor, by role. The engine and the planner share these rules. Imports no torch.
+"""The dtype of each tensor, by role, in both the engine and the planner. This module does not import torch.
 
 | role | dtype |
 |---|---|
 | main weight (the sharded parameter) | the stored dtype: `main_dtype` |
 | compute weight (the unsharded parameter) | `Dtypes.compute` |
 | sum of gradients over ranks | `Dtypes.reduce` |
-| main gradient, accumulated over micro-batches | the `wider` of the sum's and the main weight's dtypes |
-| unsharded gradient | the sum's dtype, or the compute weight's if the sum casts its input: `collected` |
+| main gradient, accumulated over micro-batches | the `wider` of the dtypes of the sum and of the main weight |
+| unsharded gradient | the dtype of the sum, or of the compute weight if the sum casts its input: `collected` |
 | message | the dtype of the role, unless the message is `packed` |
 """
 
@@ -66,12 +66,12 @@ def wider(one: str, other: str) -> str:
 
 
 def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
-    """Return the main weights' dtype for `stored`, which is float32 for half precision in every mode except `no`."""
+    """Return the dtype of a main weight. Trainable half precision becomes float32 in every mode except `no`."""
     return "float32" if trainable and mode != "no" and stored in HALF else stored
 
 
 def collected(compute: str, reduce: str, *, widens: bool) -> str:
-    """Return the dtype in which the unsharded gradient is collected until something is added to it.
+    """Return the dtype of the unsharded gradient until another gradient is added to it.
 
     If the reduction casts its input (`widens`), this is the parameter's dtype, in which autograd produces gradients.
     """
@@ -84,7 +84,7 @@ def saves(sent_as: str, dtype: str) -> bool:
 
 
 def packed(sent_as: str | None, dtype: str) -> str | None:
-    """Return `sent_as` if `dtype` is a floating-point dtype that it saves bytes for, or else None."""
+    """Return `sent_as` if `dtype` is a floating-point dtype and `sent_as` takes fewer bytes, or else None."""
     return sent_as if sent_as is not None and dtype in FLOATING and saves(sent_as, dtype) else None
 
 
@@ -102,7 +102,7 @@ class Dtypes:
 
     @property
     def sent(self) -> dict[str, str]:
-        """Return the dtypes of the messages that are packed into fewer bytes, by their names in error messages."""
+        """Return the dtypes to which messages are packed, keyed by their names in error messages."""
         named = {"gather as": self.gather_as, "reduce as": self.reduce_as}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -117,7 +117,7 @@ class Dtypes:
         return statistics or self.compute_dtype
 
     def reduce(self, stored: str) -> str:
-        """Return the dtype in which gradients are summed: at least float32 by default, or as stored if complex."""
+        """Return the dtype in which gradients are summed: at least float32 by default. Complex dtypes are kept."""
         if stored.startswith("complex"):
             return stored
         if self.reduce_dtype is not None:

@@ -1,7 +1,7 @@
-"""The errors that fullshard raises: each is a `FullshardError` and also one of Python's built-in exceptions.
+"""The errors that fullshard raises. Each is a `FullshardError` and also one of Python's built-in exceptions.
 
 The message states the problem, its place, and the actual and expected values. `hint` adds one action on a separate
-line. Quoted text may come from anywhere, so long text is truncated and terminal control characters are escaped.
+line. Quoted text may come from untrusted sources, so long text is truncated and control characters are escaped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
-    """Return text from an unknown source with terminal control characters escaped, truncated to `limit` characters."""
+    """Return text from an untrusted source with terminal control characters escaped, cut to `limit` characters."""
     return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), cut(text, limit)), limit)
 
 
@@ -32,7 +32,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names, followed by the number of names that were left out."""
+    """Return the first `most` names, followed by the number of names that were omitted."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -80,7 +80,7 @@ class CopyError(LifecycleError, AssertionError):
 
 
 class OptimizerError(FullshardError, ValueError):
-    """An optimizer cannot work with sharded parameters, or does not hold them."""
+    """An optimizer cannot work with sharded parameters, or does not contain them."""
 
 
 class CommunicationError(FullshardError, RuntimeError):
@@ -88,11 +88,11 @@ class CommunicationError(FullshardError, RuntimeError):
 
 
 class NonFiniteError(FullshardError, FloatingPointError):
-    """Gradients contain NaN or infinity. They have not changed any parameter."""
+    """Gradients contain NaN or infinity. The parameters have not been changed."""
 
 
 class ReplicaError(FullshardError, RuntimeError):
-    """Replicas of a model hold different weights because a bit flipped or a rank changed its own weights only."""
+    """Replicas of a model hold different weights, because a bit flipped or one rank alone changed its weights."""
 
 
 class CheckpointError(FullshardError, RuntimeError):

@@ -1,7 +1,7 @@
-"""The engine's record of its work: one event for each transition of a unit. The engine emits events for others to use.
+"""The events that the engine emits: one for each transition of a unit, for use by other code.
 
-The planner produces the same events for a simulated step, so comparing the predicted with the observed schedule is a
-comparison of two lists.
+The planner produces the same events for a simulated step, so the predicted and the observed schedule can be compared as
+two lists.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Event:
 
     Attributes:
         kind: What happened.
-        unit: The name of the unit, which is the module's qualified name and empty for the root.
+        unit: The name of the unit, which is the qualified name of its module and is empty for the root.
         nbytes: The size in bytes of the communicated, freed, or copied buffer, or 0 if there is none.
         what: The data copied to or from the host: `compute shard`, `gradient`, `optimizer state`, or `activations`. For
             pieces of matrices, the direction: `to owners`, `from owners`, or `to replicas`.

@@ -1,6 +1,6 @@
-"""Small files, which are read with limits and written atomically.
+"""Reads small files with limits on their size, and writes files atomically.
 
-Others may be able to write to the folders of fullshard's small files. So all code reads them through this module, which
+Other users may be able to write to the folders of these files. All code therefore reads them through this module, which
 never blocks on a pipe or device and never reads more, or more deeply nested data, than expected. Reading raises
 `OSError` if there is no regular file, and `ValueError` if the text is not UTF-8 or not the expected JSON.
 """
@@ -36,9 +36,9 @@ something is mounted over its name."""
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and move the file to `path` if the block ends without an error.
 
-    Until then, and after an error, `path` is unchanged. The block writes directly to a device, a pipe, or a file that a
-    process has open, because a regular file cannot stand in for these. It also does so if the file cannot be replaced.
-    An `OSError` always names `path`, which the error of a full disk does not.
+    Until then, and after an error, `path` is unchanged. But if `path` is a device, a pipe, or a file that a process has
+    open, or cannot be replaced, its data is overwritten directly. An `OSError` always names `path`. (The error of a
+    full disk would not.)
     """
     if path.is_dir():  # otherwise, the writer would raise a less clear error
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -71,7 +71,7 @@ def _is_no_file_of_a_folder(path: Path) -> bool:
 
 
 def _made(temporary: Path, target: Path) -> bool:
-    """Create `temporary`, or return False if only `target` itself can be written. Raise if neither can be."""
+    """Create `temporary` and return True. Return False if only `target` can be written; raise if neither can be."""
     try:
         temporary.touch(0o600 if target.exists() else 0o666)
     except OSError as error:
@@ -82,7 +82,7 @@ def _made(temporary: Path, target: Path) -> bool:
 
 
 def _replace(target: Path, temporary: Path) -> None:
-    """Replace `target` with the written file, keeping the mode of `target`."""
+    """Replace `target` with the temporary file, but keep the mode of `target`."""
     if target.exists():
         shutil.copymode(target, temporary)
     try:
@@ -142,7 +142,7 @@ def read_lines(path: Path, *, limit_nbytes: int = GIB, longest: int = MIB) -> It
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Unpaired UTF-16 surrogates, which no file can contain, become U+FFFD."""
+    """Return the value of a JSON text. Unpaired UTF-16 surrogates, which files cannot contain, become U+FFFD."""
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     if text.count("[") + text.count("{") > MAX_DEPTH:
         brackets = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+', "", text, flags=re.DOTALL)

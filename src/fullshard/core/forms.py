@@ -1,4 +1,4 @@
-"""The forms in which a frozen weight can be stored and sent as codes with scales: their parts and sizes. No torch.
+"""Describes the forms in which a frozen weight is stored and sent as codes and scales. Does not import torch.
 
 The engine uses them to lay out buckets, and the planner uses them for its estimates.
 """
@@ -21,7 +21,7 @@ DEVICE_PIECE_NUMEL = 2**24
 
 
 class Part(NamedTuple):
-    """A flat tensor of a stored weight. Each of its items represents `elements` elements of the weight."""
+    """One of the flat tensors that form a stored weight. Each item represents `elements` elements of the weight."""
 
     name: str
     dtype: str
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A form of storage. The parts of a weight follow each other in memory in the order of `parts`.
+    """A form in which weights are stored. The parts of a weight are adjacent in memory, in the order of `parts`.
 
     Attributes:
         parts: The codes, the scales, and, if the scales are stored as codes too, the parts from which they are decoded.
@@ -54,7 +54,7 @@ class StoredForm:
         return self.parts[1].elements
 
     def nbytes(self, elements: int) -> int:
-        """Return the number of bytes that `elements` elements take."""
+        """Return the number of bytes in which `elements` elements are stored."""
         return sum(part.numel(elements) * itemsize(part.dtype) for part in self.parts)
 
 
@@ -87,10 +87,10 @@ FORMS: dict[str, StoredForm] = {
 
 
 def form_of(name: str) -> StoredForm:
-    """Return a form by its name.
+    """Return the form with this name.
 
     Raises:
-        ConfigError: If no form has this name.
+        ConfigError: If the name is unknown.
     """
     if name not in FORMS:
         near = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)

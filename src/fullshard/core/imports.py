@@ -49,7 +49,7 @@ def on_demand(
 def after_import(name: str, action: Action) -> None:
     """Call `action(module)` when the module is imported, or immediately if it has been imported already.
 
-    This adds no cost before then, because it does not import anything.
+    Until then, this has no cost, because it does not import the module itself.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -63,7 +63,7 @@ def after_import(name: str, action: Action) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """A finder that delegates to the other finders and adds actions to run after the module's code."""
+    """An import finder that delegates to the other finders and runs actions after the code of a module has run."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}
@@ -97,7 +97,7 @@ class _Finder(MetaPathFinder):
 class Replaced:
     """A function of another library that fullshard replaces because the library has no hook.
 
-    `torchs` is the original function, which is usually torch's. `name` is its name in `owner`, a module or a class.
+    `torchs` is the original function, usually torch's. `name` is its name in `owner`, which is a module or a class.
     """
 
     owner: Any
@@ -106,7 +106,7 @@ class Replaced:
 
     @classmethod
     def of(cls, owner: Any, name: str) -> Replaced:
-        """Return a record of the function as it is now."""
+        """Return a record of the function that `owner` has under this name now."""
         return cls(owner, name, getattr(owner, name))
 
 

@@ -1,9 +1,9 @@
-"""The journal of a job's events other than steps, with a line of JSON for each event, in the run's directory.
+"""The journal of a job: a file in the run's directory with one line of JSON for each event other than a step.
 
     {"time": "2026-11-23T17:04:05.678Z", "kind": "save", "rank": 0, "host": "node3", "pid": 4711, "step": 1200, ...}
 
 Every process of a job appends to the same file. So does the launcher, which learns the path from its processes. Each
-line is written in a single call, so that neither a kill nor another process can split it.
+line is written in a single call, so that it cannot be split by a kill or by another process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Journal:
     Attributes:
         path: The file, or None if no events are written.
         step: The current or last step of the run, counted from 1.
-        is_told: Whether a loop that counts steps across restarts sets `step`, which else counts this process's steps.
+        is_told: Whether a loop that counts across restarts sets `step`. Otherwise, it counts this process's steps.
     """
 
     path: Path | None = None
@@ -60,11 +60,11 @@ class Journal:
     is_told: bool = False
 
     def tell(self, step: int) -> None:
-        """Set the current step of the run."""
+        """Set the current step of the run, as counted across restarts."""
         self.step, self.is_told = step, True
 
     def close(self) -> None:
-        """End the run in the journal, although the process may continue."""
+        """Stop writing events, because the run has ended. The process may continue."""
         self.path, self.step, self.is_told = None, None, False
 
     def note(self, kind: Happening, message: str = "", *, rank: int | None = None, **details: Any) -> None:
@@ -103,7 +103,7 @@ JOURNAL = Journal()
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a journal, given as a file or a directory, in the order in which they were written.
 
-    Skip lines that are not events, such as a line that a full disk has truncated. If there is no file, yield nothing.
+    Lines that are not events, such as a line cut off by a full disk, are skipped. If there is no file, yield nothing.
     """
     path = path / JOURNAL_NAME if path.is_dir() else path
     for line in read_lines(path) if path.exists() else ():
@@ -120,7 +120,7 @@ TOLD = "journal"
 
 
 def told_by_processes(directory: Path) -> Path | None:
-    """Return the file to which a launcher's processes write events, or None if they write none."""
+    """Return the path of the journal that a launcher's processes write, or None if they do not write one."""
     try:
         return Path(read_text(directory / TOLD))
     except (OSError, ValueError):

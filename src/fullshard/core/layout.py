@@ -1,4 +1,4 @@
-"""The interval layout: which rank owns which elements of which parameter. Pure arithmetic, no torch.
+"""The interval layout, which defines which elements of each parameter a rank owns. Does not import torch.
 
 A bucket is the concatenation of its parameters in definition order, each of which starts on an aligned element. The
 bucket is padded so that it divides into equal intervals, as gathers require. Rank r of a shard group owns elements
@@ -48,7 +48,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter of the layout, with its name in the model and its global shape."""
+    """A parameter in a layout, with its name in the model and its global shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class BucketLayout:
         offsets: The offset of each parameter in the bucket, in elements.
         shard_numel: The number of elements per rank, S.
         world_size: The number of ranks that share the bucket, which form one shard group.
-        alignment: The number of elements that divides every parameter offset and every interval start.
+        alignment: A divisor of every parameter offset and of every interval start, in elements.
     """
 
     specs: tuple[ParameterSpec, ...]

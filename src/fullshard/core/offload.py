@@ -1,4 +1,4 @@
-"""The parts of a rank's share that are kept in host memory while another device computes."""
+"""Specifies which parts of a rank's data are kept in host memory while another device computes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Offload:
 
     Attributes:
         compute_shards: The input of the units' gathers, in the compute dtype. A frozen parameter has no other storage.
-            A trainable one with main weights on the device is gathered from these, so nothing moves.
-        main_weights: The weights that the optimizer updates, which it then does on the host.
+            If only main weights are on the device, a trainable parameter is gathered from them, so nothing is copied.
+        main_weights: The weights that the optimizer updates. If they are on the host, it updates them there.
         activations: The saved tensors of a unit. They are not sharded, so `everything` does not include them.
     """
 
@@ -46,7 +46,7 @@ class Offload:
         optimizer_state: bool | None = None,
         activations: bool = False,
     ) -> Offload:
-        """Resolve the switches. None means the value of `everything`; the state also follows the main weights."""
+        """Resolve the switches. None means `everything`, or for the optimizer state, `everything or main_weights`."""
         main = everything if main_weights is None else main_weights
         return cls(
             everything if compute_shards is None else compute_shards,
