@@ -1,8 +1,8 @@
-"""The bytes that a transformer layer keeps for backward, and its temporaries, per token and derived tensor by tensor.
+"""Count the bytes per token that a transformer layer saves for backward, and those of its temporaries.
 
 b is the bytes of an element in the compute dtype. H, I, q and kv are the widths of the residual stream, the
-feed-forward part, the queries and the keys (heads times head size). Autograd saves these tensors in a layer as
-Transformers writes it:
+feed-forward part, the queries and the keys (heads times head size). In a layer as Transformers implements it, autograd
+saves these tensors:
 
 | tensor | bytes per token | why |
 |---|---|---|
@@ -11,27 +11,27 @@ Transformers writes it:
 | the inputs of attention and the feed-forward part | b H each | the input of their projections |
 | q, k, v after rotation, and attention's output | b (2 q + 2 kv) | attention's backward, the projection after it |
 | latents of q, k, v, and what v is a slice of | norms', b (latents + kv) | DeepSeek: norms, projections, slices |
-| the projection that v is a slice of | b (q + kv) | a slice keeps all of it; not `eager`, which copies |
+| the projection of which v is a slice | b (q + kv) | a slice keeps all of it; `eager` makes copies instead |
 | written out: scores, keys per head | `_scores` | softmax, its copy for the product, dropout's mask |
 | the same where `sdpa` has no kernel, in float32 | 4 (4 q) + `_scores` | `plan/attention` |
 | a mask that `sdpa` reads, keys and values per head | b S + b (2 q) | made from the window, in the compute dtype |
 | gated feed-forward | 4 b I | gate (SiLU), its activation and up (product), the product (down projection) |
 | plain feed-forward | 2 b I | before and after the activation |
-| an activation of several operations | `KEPT_BY_ACTIVATION` | each operation keeps what it needs |
-| mixture | the same for each of k experts, + 2 b k H | their gathered tokens and their weighted outputs |
+| an activation of several operations | `KEPT_BY_ACTIVATION` | each operation saves its own operands |
+| mixture of experts | the same for each of k experts, + 2 b k H | gathered tokens and weighted outputs |
 | dropout | b H each on a CPU, otherwise H | its mask |
 | frozen projections' inputs | none, except attention's output | only adapters need them for a weight's gradient |
 | adapters' inputs, of total width A | b each once; 4 A if only adapters are float32 | PEFT casts for each adapter |
 | dropout of those inputs | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
 | between an adapter's factors | b times its rank | the second factor's input |
-| weights of experts with adapters | b for each element, whatever the tokens | forward uses a changed copy of them |
+| weights of experts with adapters | b per element, for any number of tokens | forward uses a changed copy of them |
 
-Each rank of a tensor-parallel group has its part of the widths within attention and the feed-forward part. Norms,
+In a tensor-parallel group, each rank has its share of the widths within attention and the feed-forward part. Norms,
 dropout of sums, the layer's input and the inputs of projections have their full width on each rank.
 
-With `torch.compile`, norms and activations fuse, and PyTorch's min-cut partitioner recomputes cheap operations, so the
-norms' float32 copies and the activation's output are not kept. The numbers are checked against the tensors that a real
-forward saves, for every family and activation (`tests/plan/test_plan_activations.py`).
+With `torch.compile`, norms and activations are fused, and PyTorch's min-cut partitioner recomputes cheap operations.
+The norms' float32 copies and the activation's output are then not kept. The tests compare these numbers with the
+tensors that a real forward saves, for every family and activation (`tests/plan/test_plan_activations.py`).
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ which keep the input, tanh's output, and the two factors of the last product."""
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Bytes of one layer for one micro-batch.
+    """The memory that one layer needs for one micro-batch, in bytes.
 
     Attributes:
-        kept: bytes that stay from the layer's forward to its backward.
+        kept: bytes that are allocated from the layer's forward to its backward.
         inputs: the part of `kept` that is the layer's own input.
-        recomputed: bytes that backward computes again and holds in addition to `kept`.
-        working: temporaries of backward, which are the gradients of the widest tensors.
-        in_product: temporaries while the gradient of a large weight is computed, when one of the widest tensors has
-            already been freed.
+        recomputed: bytes of the tensors that backward recomputes and holds in addition to `kept`.
+        working: bytes of temporaries in backward, which are the gradients of the widest tensors.
+        in_product: bytes of temporaries while the gradient of a large weight is computed. One of the widest tensors has
+            been freed by then.
     """
 
     kept: int
@@ -81,7 +81,7 @@ class LayerActivations:
 
 
 def layer_activations(block: Block, job: Job, device: Device) -> LayerActivations:
-    """Return the bytes of one layer.
+    """Return the bytes that one layer saves for backward, and its temporaries, for one micro-batch.
 
     The device matters because torch's CPU kernels store dropout masks in the compute dtype.
     """
@@ -102,10 +102,10 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
 
 
 def page_nbytes(block: Block, job: Job, device: Device) -> int:
-    """Return the bytes of one layer that are offloaded to the host between its forward and its backward.
+    """Return the bytes of one layer that are on the host between the layer's forward and its backward.
 
-    With selective checkpointing this is only the layer's input: the other tensors that it keeps are not saved through
-    autograd, and stay on the device.
+    With selective checkpointing, only the layer's input is offloaded. The other tensors that it keeps are not saved
+    through autograd, so they stay on the device.
     """
     layer = layer_activations(block, job, device)
     return layer.inputs if job.checkpointing == "selective" else layer.kept
@@ -114,10 +114,10 @@ def page_nbytes(block: Block, job: Job, device: Device) -> int:
 def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int, int]:
     """Return the bytes that the operations between a layer's products read and write, in forward and in backward.
 
-    If each norm and activation is one kernel, or a compiler fuses them, each saved tensor is written and read once in
-    forward. Backward reads it, and writes and reads its gradient. Without a compiler, RMS norms and rotary embeddings
-    are several operations each in Transformers' Llama, and all their operands go through memory. Backward has twice as
-    many:
+    If each norm and each activation is one kernel, or if a compiler fuses them, each saved tensor is written and read
+    once in forward. Backward reads it, and writes and reads its gradient. Without a compiler, Transformers' Llama
+    computes RMS norms and rotary embeddings in several operations, each of which reads its operands from memory and
+    writes its result. The table shows the bytes for forward. Backward moves twice as many:
 
     | operation | bytes per token, where b is the bytes of an element |
     |---|---|
@@ -125,8 +125,8 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     | rotation: two products, a negation, joining halves, a sum | 10 b (q + kv) |
     | gated activation and its product | 5 b I |
     | additions to the residual stream | 3 b H for each part |
-    | scaling and adding an adapter's output | 5 b of the widths written |
-    | scores that are written out | `passes_over_scores` |
+    | scaling and adding an adapter's output | 5 b times the width of the output |
+    | scores that are written to memory | `passes_over_scores` |
     """
     layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
     saved = layer.kept + layer.recomputed
@@ -146,11 +146,12 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
 
 
 def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Return the bytes per token that masking and softmax of the scores move, in forward and in backward.
+    """Return the bytes that masking and softmax of attention scores read and write, in forward and in backward.
 
-    A cap adds three passes, and dropout adds one. Transformers scales the scores before softmax, and casts them before
-    and after it. Torch scales queries and keys, repeats keys and values, and in half precision makes a copy of the
-    scores that is never read.
+    The numbers are per token, and 0 if a kernel keeps the scores out of memory. A cap adds three passes, each of which
+    reads and writes the scores, and dropout adds one. Transformers scales the scores before softmax, and casts them
+    before and after it. PyTorch scales queries and keys, repeats keys and values, and in half precision makes a copy of
+    the scores that is never read.
     """
     way, (softmax, width) = what_runs(block, job, device), _score_widths(block, job, device)
     each = 2 * (softmax + width) if softmax != width else 0
@@ -169,7 +170,10 @@ def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int
 
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return the bytes that norms and the sums between the parts of a layer save, per token."""
+    """Return the bytes per token that norms and dropout save between the parts of a layer.
+
+    The parts are attention and the feed-forward part.
+    """
     saved = _norm(block, job, width) * block.norms * block.hidden
     if block.dropout:
         saved += 2 * (width if device.is_cpu else 1) * block.hidden
@@ -196,9 +200,10 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: Device) -> int:
-    """Return the bytes that adapters save, minus the inputs that the products of a frozen layer do not save.
+    """Return the bytes per token that adapters add to those that the layer saves.
 
-    PEFT casts an adapter's input to the adapter's dtype. With mixed precision, both are the compute dtype.
+    The frozen layer does not save the inputs of its projections, so these are subtracted. PEFT casts an adapter's input
+    to the adapter's dtype. In mixed precision, both have the compute dtype.
     """
     own = itemsize(adapters.dtype) if job.precision == "no" else width
     kept = own * adapters.ranks
@@ -212,7 +217,10 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
 
 
 def _norm(block: Block, job: Job, width: int) -> int:
-    """Return the bytes that a norm saves per element of its input. Its output is saved by the next operation."""
+    """Return the bytes that a norm saves for each element of its input.
+
+    Its output is not included, because the next operation saves it.
+    """
     if block.norm == "layer" or job.compile:
         return width
     before_weight = 0 if job.method != "full" else 4 if block.norm == "rms-float32-weight" else width
@@ -220,7 +228,7 @@ def _norm(block: Block, job: Job, width: int) -> int:
 
 
 def _attention(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return the bytes per token of queries, keys, values and the output, and of the scores if they are written out."""
+    """Return the bytes per token that attention saves: queries, keys, values, the output, and any scores."""
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     value_dim = block.value_dim or block.head_dim
     way = what_runs(block, job, device)
@@ -238,10 +246,10 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return the bytes per token while backward holds the gradients of softmax's output and input.
+    """Return the bytes per token at the moment when backward has the gradients of softmax's output and input.
 
-    The result is only positive if scores are written out. By then the tensors of the feed-forward part have been
-    freed, and so has the copy of the scores that was multiplied by the values.
+    The bytes that have been freed by then are subtracted: the tensors of the feed-forward part, and the copy of the
+    scores that was multiplied by the values. The result is therefore only positive if scores are written to memory.
     """
     softmax, copy = _score_widths(block, job, device)
     each = 2 * softmax - (copy if copy != softmax or block.attention_dropout else 0)
@@ -249,9 +257,9 @@ def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> in
 
 
 def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Return the bytes of one score after softmax, and as the operand that multiplies the values.
+    """Return the bytes of one attention score in softmax's output, and in the operand that multiplies the values.
 
-    Both are 0 if scores are not written out.
+    Both are 0 if a kernel keeps the scores out of memory.
     """
     way, width = what_runs(block, job, device), itemsize(job.compute_dtype)
     if way == "eager":
@@ -260,7 +268,10 @@ def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
 
 
 def _scores(block: Block, job: Job, device: Device) -> int:
-    """Return the bytes of each query's scores: softmax's output, the operand that multiplies the values, and masks."""
+    """Return the bytes that a query's scores take in all heads.
+
+    They are softmax's output, the operand that multiplies the values, and the masks of dropout and of a cap.
+    """
     softmax, width = _score_widths(block, job, device)
     each = softmax
     if block.attention_dropout or softmax != width:
@@ -283,10 +294,10 @@ def _feed_forward_tensors(block: Block, job: Job) -> int:
 
 
 def _selected_per_token(block: Block, width: int) -> int:
-    """Return the bytes that torchtitan's selective checkpointing saves per token.
+    """Return the bytes per token that torchtitan's selective checkpointing saves in a layer.
 
-    It saves the input, every second product, and attention's output. Of the products q, k, v, o, gate, up and down, it
-    keeps q, v, gate and down (torchtitan's `parallelize_llama.py` of 2024-12).
+    These are the input, the outputs of every second matrix product, and attention's output. Of the products q, k, v, o,
+    gate, up and down, it keeps q, v, gate and down (torchtitan's `parallelize_llama.py` of 2024-12).
     """
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     return width * (block.hidden + 2 * queries + keys + block.active_intermediate)

@@ -1,16 +1,16 @@
-"""The time of attention: its FLOP by the number of keys a query sees, and the fraction of the peak its kernels reach.
+"""Predict the time of attention from its FLOP and from the fraction of the peak that its kernels reach.
 
-Scores and their product with the values take 2 FLOP per query, visible key, and width of a key or a value. Under a
-causal mask a query sees half of the keys on average; with a window w of S keys it sees w - w²/2S. Backward does five
-products where forward does two, because flash attention computes the scores again (FlashAttention-2, arXiv 2307.08691,
-section 3.1.2). Attention that is written out (`eager`) is computed in full, masked or not, and backward only takes
-twice as much.
+Computing the scores and multiplying them by the values each takes 2 FLOP per query, visible key and unit of the head's
+width. Under a causal mask, a query sees half of the S keys on average. With a window of w keys it sees w - w²/2S.
+Backward does five matrix products where forward does two, because flash attention computes the scores again
+(FlashAttention-2, arXiv 2307.08691, section 3.1.2). Attention that writes its scores to memory (`eager`) is computed in
+full, masked or not, and its backward only takes twice as much.
 
-The fractions of the peak are published for version 2 with long sequences and heads of 128. For the A100 they are 0.73
-of 312 TFLOP/s in forward and 0.63 in backward, a tenth less with a mask (2307.08691). For the H100 they are 335 of 989
-and 322, also a tenth less with a mask (FlashAttention-3, arXiv 2407.08608, figures 5 and 6). PyTorch's `sdpa` is
-version 2 if it does not have to read a mask. Heads of 64 and of 256 reach 0.89 of these fractions. Rows of S keys scale
-them by S / (S + 350).
+The fractions of the peak are those published for FlashAttention 2 with long sequences and heads of 128. For the A100
+they are 0.73 of 312 TFLOP/s in forward and 0.63 in backward, and a tenth less with a mask (2307.08691). For the H100
+they are 335 and 322 of 989 TFLOP/s, also a tenth less with a mask (FlashAttention-3, arXiv 2407.08608, figures 5 and
+6). PyTorch's `sdpa` uses FlashAttention 2 if it does not have to read a mask. Heads of 64 and of 256 reach 0.89 of
+these fractions. With S keys per query, the fractions are multiplied by S / (S + 350).
 
 The following table shows the kernel that PyTorch's `sdpa` runs on an accelerator, up to version 2.13. It is based on
 `can_use_flash_attention` and `can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
@@ -24,11 +24,12 @@ and on the arguments that Transformers passes (`use_gqa_in_sdpa`):
 | bfloat16 before Ampere | **written out** | **written out** |
 | heads above 256, values of another size | memory-efficient, repeated before | the same |
 
-Flash attention only takes half precision, and on NVIDIA devices requires compute capability 8.0. The memory-efficient
-kernel does not support groups (PyTorch after 2.13 supports some), and takes bfloat16 from 8.0 on: on an H200 with torch
-2.11, a float32 step of a grouped Llama kept its scores. The other rows come from the source and were not measured.
-AMD's two kernels, from AOTriton, take the same cases as those of an A100. Attention that is written out is entirely in
-float32. The fused kernel for CPUs takes masks, groups and every dtype, but no dropout.
+*Written out* means that several operations write the scores to memory, all of them in float32. Flash attention only
+accepts half precision, and on NVIDIA devices requires compute capability 8.0. The memory-efficient kernel does not
+support grouped heads (PyTorch after 2.13 supports some), and accepts bfloat16 from compute capability 8.0 on. One row
+was measured: on an H200 with torch 2.11, a float32 step of a Llama with grouped heads kept its scores. The other rows
+come from the source code. AMD's two kernels, from AOTriton, accept the same cases as those of an A100. The fused kernel
+for CPUs accepts masks, grouped heads and every dtype, but no dropout.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
     """Return the number of keys that a query sees on average.
 
-    With `whole`, count them as if there were no mask and no window.
+    If `whole` is set, return the number that it would see without a mask or a window.
     """
     if whole:
         return seq_len
@@ -69,23 +70,23 @@ def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
 
 
 def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = False) -> float:
-    """Return the FLOP of one layer's attention for `tokens` tokens."""
+    """Return the FLOP of one layer's attention for `tokens` tokens in sequences of `seq_len`."""
     widths = block.heads * (block.head_dim + (block.value_dim or block.head_dim))
     return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole)
 
 
 def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
-    """Return the fraction of the peak that attention reaches for heads and rows of these sizes.
+    """Return the fraction of the peak FLOP/s that attention reaches for a head size and a number of keys.
 
-    `flash` is the fraction for long rows and heads of 128.
+    `flash` is the fraction for long sequences and heads of 128.
     """
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 
 def what_runs(block: Block, job: Job, device: Device) -> Way:
-    """Return the kernel that the job gets, according to the table above.
+    """Return the attention kernel that PyTorch runs for this job, according to the table in the module's docstring.
 
-    Where flash attention is not available, a job that asks for it gets `sdpa`.
+    If a job asks for flash attention where it is not available, it gets `sdpa`.
     """
     if job.attention == "eager":
         return "eager"

@@ -1,4 +1,4 @@
-"""The buckets that the planner works with: the engine's bucket plans, with the number of bytes that each one needs."""
+"""The planner's description of buckets: the engine's bucket plans, with the number of bytes that each bucket needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.core.sizes import packed_nbytes
 
 @dataclass(frozen=True, slots=True)
 class CountedBucket(BucketPlan):
-    """One bucket. Create it with `CountedBucket.of`, or from one of the engine's bucket plans with `like`."""
+    """A bucket plan with byte counts. Create it with `CountedBucket.of`, or from a `BucketPlan` with `like`."""
 
     @classmethod
     def like(cls, plan: BucketPlan, **changes: Any) -> Self:
@@ -23,12 +23,15 @@ class CountedBucket(BucketPlan):
 
     @property
     def shares_main(self) -> bool:
-        """Return whether the unsharded bucket is the stored one: a single rank owns all of it in its compute dtype."""
+        """Return whether the stored bucket itself is used as the unsharded one.
+
+        This is the case if a single rank stores the complete bucket in its compute dtype.
+        """
         return self.layout.world_size == 1 and self.may_hold_main
 
     @property
     def main_nbytes(self) -> int:
-        """Bytes of this rank's interval in its stored form."""
+        """The size of this rank's interval in its stored form, in bytes."""
         return self.main_numel * itemsize(self.dtype)
 
     @property
@@ -40,19 +43,26 @@ class CountedBucket(BucketPlan):
 
     @property
     def compute_shard_nbytes(self) -> int:
-        """Bytes of the all-gather's input, unless the stored interval on the device is the input itself."""
+        """The size of the all-gather's input in bytes.
+
+        If the stored interval on the device is the input itself, nothing else is allocated for it.
+        """
         return self.main_numel * itemsize(self.compute_shard_dtype)
 
     @property
     def device_nbytes(self) -> int:
-        """The bytes of this rank's interval that stay on the device."""
+        """The bytes of this rank's interval that are on the device between steps."""
         if not self.main_is_on_host:
             return self.main_nbytes
         return 0 if self.is_gathered_from_host else self.compute_shard_nbytes
 
     @property
     def host_buffers(self) -> tuple[int, ...]:
-        """Bytes of each buffer in host memory. If the compute dtype differs, a second one holds the gather's input."""
+        """The size of each buffer in host memory, in bytes.
+
+        The first buffer holds the main weights. If the compute dtype differs, a second one holds the all-gather's
+        input.
+        """
         if not self.main_is_on_host:
             return ()
         has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
@@ -65,15 +75,18 @@ class CountedBucket(BucketPlan):
 
     @property
     def coded_nbytes(self) -> int:
-        """Bytes of all ranks' codes, which exist until they are decoded.
+        """The size of all ranks' codes in bytes. They are allocated until they have been decoded.
 
-        A single rank decodes its own codes directly.
+        It is 0 for a single rank, which decodes its own codes directly.
         """
         has_own = self.layout.world_size == 1 and not self.main_is_on_host
         return 0 if self.form is None or has_own else self.main_nbytes * self.layout.world_size
 
     def decoding_nbytes(self, *, is_cpu: bool) -> int:
-        """Return the bytes of the temporaries that are needed to decode a piece of the bucket."""
+        """Return the bytes of the temporaries that are needed to decode the bucket.
+
+        A bucket is decoded in pieces, so the temporaries do not grow with the bucket.
+        """
         if self.form is None:
             return 0
         value = itemsize(self.compute_dtype)
@@ -82,7 +95,10 @@ class CountedBucket(BucketPlan):
 
     @property
     def value_itemsize(self) -> int:
-        """Bytes of an element while only its parameter is unsharded: in the stored dtype, or decoded."""
+        """Bytes of an element when a single parameter is unsharded.
+
+        The parameter then has its stored dtype. If it is stored as codes, it is decoded to the compute dtype.
+        """
         return itemsize(self.dtype if self.form is None else self.compute_dtype)
 
     @property
@@ -102,14 +118,14 @@ class CountedBucket(BucketPlan):
 
     @property
     def gather_message_nbytes(self) -> int:
-        """Bytes of a message with one interval of the weights."""
+        """The size of the message in which a rank sends its interval of the weights, in bytes."""
         if self.form is not None:
             return self.main_nbytes
         return _message_nbytes(self.layout.shard_numel, self.whole_dtype or self.compute_dtype, self.weights_as)
 
     @property
     def reduce_message_nbytes(self) -> int:
-        """Bytes of a message with one interval of the gradient."""
+        """The size of the message in which a rank sends one interval of its gradient, in bytes."""
         return _message_nbytes(self.layout.shard_numel, self.reduce_dtype, self.gradients_as)
 
 

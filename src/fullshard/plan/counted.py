@@ -1,7 +1,7 @@
-"""Count the shapes of any model that Transformers supports, by having another process build it on the meta device.
+"""Find the shapes of any model that Transformers supports, by building it on the meta device in another process.
 
-This layer does not import torch: `fullshard.api.counting` runs in another process, once for each configuration and
-version of Transformers. The results are cached in `$XDG_CACHE_HOME/fullshard/shapes`.
+A separate process is used because this package does not import torch. It runs `fullshard.api.counting`, once for each
+configuration and version of Transformers. The results are cached in `$XDG_CACHE_HOME/fullshard/shapes`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _SHAPES = TypeAdapter(ModelShape)
 
 
 def is_known_to_transformers(kind: str) -> bool:
-    """Return whether Transformers is installed and supports that `model_type`.
+    """Return whether Transformers is installed and supports the `model_type` named `kind`.
 
-    This does not import Transformers.
+    This function does not import Transformers.
     """
     return bool(kind) and f'"{kind}"' in _families_of_transformers()
 
 
 def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Return the shapes of the model that Transformers builds from this configuration.
+    """Return the shapes of the model that Transformers builds from a configuration.
 
-    Parameters and units are exact. The layers are described by the fields that most configurations have in common.
+    Parameters and units are exact. Each layer's `Block` is estimated from the fields that most configurations have in
+    common.
     """
     question = json.dumps(values, sort_keys=True, default=str)
     key = hashlib.sha256(f"{_FORMAT} {version('transformers')} {question}".encode()).hexdigest()
@@ -79,16 +80,16 @@ def _count(question: str, where: str) -> str:
 
 
 def _keep(path: Path, answer: str) -> None:
-    """Cache the result. If it cannot be written, it is computed again next time."""
+    """Write the result to the cache. If that fails, ignore the error: the result is computed again next time."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, answer)
 
 
 def _families_of_transformers() -> str:
-    """Return the source text of Transformers' tables of model types.
+    """Return the source code of the modules in which Transformers lists its model types.
 
-    The tables are read as text because importing them takes seconds.
+    The code is read as text because importing these modules takes seconds.
     """
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])

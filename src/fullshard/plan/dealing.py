@@ -1,14 +1,14 @@
-"""Assign complete matrices to ranks for optimizers that need them. Only layouts are used, and torch is not imported.
+"""Assign complete matrices to ranks for optimizers that need them. This module only uses layouts, not torch.
 
-Some optimizers, such as Muon, need complete matrices. Each matrix has an *owner*: one rank that collects all pieces of
-the matrix and sends pieces of the result back. Along the replicate axis all ranks have the same pieces, so matrices are
-also distributed along it:
+Some optimizers, such as Muon, need complete matrices. Each matrix has an *owner*: the rank that collects all pieces of
+the matrix, updates it, and sends the pieces of the result back. All ranks along the replicate axis hold the same
+pieces, so matrices are also divided among them:
 
     bucket        |  q  |  k  |  v  |   o   |     up      |    down     |
     intervals     |     rank 0      |     rank 1      |     rank 2      |
     owners        |  0  |  0  |  0  |   1   |      1      |      2      |       only split matrices are sent
 
-All ranks compute the assignment from the same numbers, so they get the same result, and so does the planner.
+All ranks, and the planner, compute the assignment from the same numbers, so they get the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENOUGH_EXCHANGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One complete matrix."""
+    """One complete matrix, and its position in a bucket."""
 
     bucket: int
     interval: Interval
@@ -48,7 +48,7 @@ class Matrix:
 
     @property
     def flops(self) -> int:
-        """The number of operations that the owner performs for this matrix.
+        """The number of floating-point operations with which the owner updates this matrix.
 
         Each of Muon's iterations computes two symmetric products and one general product.
         """
@@ -60,9 +60,9 @@ class Matrix:
 def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]:
     """Return (count, rows, columns) of the matrices in a parameter of this shape.
 
-    Three dims are a batch of matrices, for example the weights of experts. A vector is one row. With `flatten`, as for
-    a convolution, the parameter is a single matrix whose columns are all dims but the first. Parameters with more than
-    three dims are always flattened.
+    A parameter with three dims is a batch of matrices, such as the weights of experts. A vector is a single row. With
+    `flatten`, as for a convolution, the parameter is a single matrix whose columns are all dims but the first.
+    Parameters with more than three dims are always flattened.
     """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
@@ -72,7 +72,7 @@ def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]
 
 
 def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool) -> list[Matrix]:
-    """Return the matrices of parameter `index` of bucket `bucket`.
+    """Return the matrices in the parameter at position `index` in bucket number `bucket`.
 
     The list is empty if the parameter has no elements.
     """
@@ -84,12 +84,12 @@ def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool)
 
 @dataclass(frozen=True)
 class Dealing:
-    """The owner of each matrix. Create it with `deal`.
+    """An assignment of matrices to the ranks that update them. Create it with `deal`.
 
     Attributes:
         layouts: the layouts of the buckets.
         matrices: the matrices in the order of the optimizer's parameters.
-        exchanges: the numbers of the buckets whose pieces are sent together.
+        exchanges: for each exchange, the numbers of the buckets whose pieces are sent together.
         replicate_size, shard_size: the sizes of the mesh.
         owners: for each matrix, its owner's positions along the replicate axis and the shard axis.
     """
@@ -110,9 +110,10 @@ class Dealing:
         return numbers
 
     def of_ranks(self, amount: Callable[[int], int], buckets: Iterable[int] | None = None) -> list[int]:
-        """Return the sum of an amount over the matrices of each rank, for all ranks.
+        """Return a list with one number per rank: the sum of `amount` over the matrices that the rank owns.
 
-        `amount` maps the number of a matrix to a value. With `buckets`, only the matrices of these buckets count.
+        `amount` maps the number of a matrix to a value. If `buckets` is given, only the matrices in these buckets
+        count.
         """
         amounts = [0] * (self.replicate_size * self.shard_size)
         for bucket in range(len(self.layouts)) if buckets is None else buckets:
@@ -122,23 +123,23 @@ class Dealing:
         return amounts
 
     def work(self, buckets: Iterable[int] | None = None) -> list[int]:
-        """Return the number of operations that each rank performs in a step."""
+        """Return the number of floating-point operations that each rank performs in a step."""
         return self.of_ranks(lambda number: self.matrices[number].flops, buckets)
 
     def held_by(self, number: int, rank: int) -> int:
-        """Return the number of elements of a matrix that a rank of the shard group holds."""
+        """Return the number of elements of matrix `number` that lie in the interval of a rank."""
         matrix = self.matrices[number]
         return matrix.interval.intersect(self.layouts[matrix.bucket].rank_interval(rank)).numel
 
     def arriving(self, number: int) -> int:
-        """Return the number of elements of a matrix that its owner receives from other ranks."""
+        """Return the number of elements of matrix `number` that its owner receives from other ranks."""
         return self.matrices[number].numel - self.held_by(number, self.owners[number][1])
 
     @property
     def busiest_numel(self) -> int:
-        """The number of elements per exchange that the busiest rank receives, and later sends back.
+        """The number of elements that the busiest rank of each exchange receives, summed over all exchanges.
 
-        The other ranks wait for this rank.
+        The rank later sends as many elements back. All other ranks wait for it.
         """
         return sum(max(self.of_ranks(self.arriving, exchange)) for exchange in self.exchanges)
 
@@ -146,16 +147,17 @@ class Dealing:
 def deal(
     layouts: Sequence[BucketLayout], matrices: Sequence[Matrix], *, replicate_size: int, shard_size: int
 ) -> Dealing:
-    """Assign `matrices` to all ranks.
+    """Assign each matrix to a rank, so that work and messages are spread evenly.
 
-    Matrices are assigned exchange by exchange, the largest first, each to the rank with the least work so far. If the
-    result stays balanced within 5 %, a matrix goes instead to the rank that has most of its elements, as long as that
-    rank has room.
+    The assignment proceeds exchange by exchange. In each, the largest matrix is assigned first, and each matrix goes to
+    the rank with the least work so far. It goes to the rank that already holds most of its elements instead, if that
+    rank has room and if the complete assignment stays balanced within 5 %.
 
-    A single bucket has few matrices, so a few owners would receive data while all others wait. Several buckets together
-    have one matrix for each rank, and need no more memory: a rank has little of each bucket, and sends at most about
-    half of the largest bucket at a time. If few exchanges would be enough, more are used as long as the result stays as
-    balanced, so that owners compute while the next pieces are on their way.
+    An exchange combines several buckets. A single bucket has few matrices, so only a few owners would receive data
+    while all others wait. Several buckets together have a matrix for each rank. This needs no more memory, because a
+    rank holds little of each bucket and sends at most about half of the largest bucket at a time. If a small number of
+    exchanges would be enough, a larger number is used as long as the result stays as balanced. Owners then compute
+    while the next pieces are on their way.
     """
     numbers = sorted({matrix.bucket for matrix in matrices})
     whole = max((layouts[number].full_numel for number in numbers), default=1)
@@ -176,7 +178,10 @@ def deal(
 
 
 def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Split a sequence of items of these sizes into at most `count` contiguous parts of about the same total size."""
+    """Split `numbers` into at most `count` contiguous parts with about the same total size.
+
+    `sizes` holds the size of each item.
+    """
     parts: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for number, size in zip(numbers, sizes, strict=True):
@@ -186,10 +191,10 @@ def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple
 
 
 def _dealt(dealing: Dealing, limits: Sequence[float]) -> tuple[Dealing, list[int]]:
-    """Return the dealing with an owner for each matrix, and the largest load of any rank after each exchange.
+    """Return a copy of `dealing` with owners, and the largest load of any rank after each exchange.
 
-    A matrix goes to the rank that has most of its elements, as long as that rank's load stays within the exchange's
-    limit.
+    A matrix goes to the rank that holds most of its elements, unless that rank's load would exceed the limit of the
+    exchange. It then goes to the rank with the smallest load.
     """
     matrices, shard_size = dealing.matrices, dealing.shard_size
     flops, numel = sum(matrix.flops for matrix in matrices), sum(matrix.numel for matrix in matrices)

@@ -1,4 +1,4 @@
-"""A plan: all predictions for a model, a job and a cluster, and changes that would make it fit."""
+"""Predict everything about a run in one `Plan`, and find changes that make a run fit in memory."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ MARGIN = 0.92
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """Weights that are stored and sent as codes, on one rank.
+    """The memory and time that one rank spends on quantised weights.
 
     Attributes:
-        nbytes: bytes of all of these weights at rest.
-        message: bytes of the largest unit that a rank sends to each other rank.
+        nbytes: bytes of this rank's intervals of all quantised weights.
+        message: bytes that a rank sends to each other rank to unshard the largest unit.
         whole: bytes of the largest unit while it is unsharded.
         peak: bytes of the largest unit while it is decoded, including the codes of all ranks.
-        seconds: time spent on decoding in a step.
+        seconds: time that a step spends on decoding.
     """
 
     form: str
@@ -63,14 +63,14 @@ class AtRest:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory, traffic and time that one rank needs, each computed on first use.
+    """All predictions for a model, a job and a cluster. Each prediction is computed on first use.
 
     Attributes:
-        model: the model as it was given, before the training method changed it.
+        model: the model that the caller gave, before the training method changed it.
         setting: the model as it is trained, and its layout.
         events: the events of a step, or of one micro-batch if every micro-batch is reduced.
-        repeats: how often the events occur in a step.
-        kept: units that stay unsharded between forward and backward because there is room for them.
+        repeats: number of times that the events occur in a step.
+        kept: number of units that stay unsharded between forward and backward because there is room for them.
     """
 
     model: ModelShape
@@ -92,7 +92,7 @@ class Plan:
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """The bytes that each rank sends and copies in a step."""
+        """The bytes that each rank sends and copies in one step."""
         layout = self.setting.layout
         sent = traffic_of(self.events, layout).times(self.repeats)
         of_tiles = sent_nbytes(self.setting.model, self.job)
@@ -100,12 +100,12 @@ class Plan:
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """The time of a step."""
+        """The time of one step, by kind of work."""
         return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
 
     @functools.cached_property
     def at_rest(self) -> AtRest | None:
-        """The effect of quantising weights at rest, or None if there are no such weights."""
+        """The effect of quantised weights, or None if no weights are stored in a quantised form."""
         units = [unit for unit in self.setting.layout.units if unit.coded]
         if not units:
             return None
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether the run fits into the device's memory."""
+        """Return whether the run needs at most the device's memory."""
         return self.memory.needed <= self.cluster.device.memory
 
     def is_within(self, margin: float) -> bool:
@@ -146,20 +146,20 @@ class Plan:
 
     @property
     def spare(self) -> int:
-        """The device memory that is left over in bytes; negative if there is too little."""
+        """The bytes of device memory that are left. The number is negative if there is too little memory."""
         return self.cluster.device.memory - self.memory.needed
 
     @property
     def expected(self) -> tuple[int, int]:
-        """The range of memory use, in bytes, that contains four out of five published runs."""
+        """The range in bytes, around the prediction, in which four out of five published runs were."""
         return round(ERROR_BAR[0] * self.memory.needed), round(ERROR_BAR[1] * self.memory.needed)
 
     @property
     def confidence(self) -> str:
-        """The confidence in the prediction.
+        """How certain it is that the run fits, in words.
 
-        It is `fits` if the run fits even at the upper end of the error bar, and otherwise `fits, tight`, `may not fit`
-        or `does not fit`.
+        It is `fits` if the run fits even at the upper end of the expected range, and otherwise `fits, tight`, `may not
+        fit` or `does not fit`.
         """
         least, most = self.expected
         if most <= self.cluster.device.memory:
@@ -170,7 +170,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """The verdict as text."""
+        """A sentence that states whether the run fits, and how much memory it needs."""
         device, memory = self.cluster.device, self.memory
         needs = f"needs {format_nbytes(memory.needed)} of {format_nbytes(device.memory)} per {device.name}"
         spare = f"{format_nbytes(self.spare)} to spare" if self.fits else f"{format_nbytes(-self.spare)} too much"
@@ -182,7 +182,10 @@ class Plan:
 
 
 def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
-    """Predict the memory, traffic and time of a training job on a cluster."""
+    """Predict the memory, traffic and time of a training job on a cluster.
+
+    If the job keeps as many units unsharded as fit, find out how many that is.
+    """
     if not job.keeps_what_fits:
         return _evaluate(model, job, cluster)
     plain = _evaluate(model, job, cluster)
@@ -192,10 +195,9 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
 
 
 def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
-    """Predict the memory, traffic and time for a given budget for units that stay unsharded.
+    """Predict the memory, traffic and time of a job that may keep some units unsharded after forward.
 
-    `budget` is the number of bytes for units that stay unsharded after forward. If it is None, the strategy decides
-    which units do.
+    `budget` is the memory for these units in bytes. If it is None, the strategy determines which units stay unsharded.
     """
     trained = apply_method(model, job)
     if job.wrap_embeddings:
@@ -237,9 +239,10 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
 
 
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
-    """Return how often the step's communication and computation repeat, and the options of one repetition.
+    """Return how many equal parts a step consists of, and the schedule options of one part.
 
-    If every micro-batch is reduced, all of them are alike and do not overlap, so one of them represents all.
+    If every micro-batch is reduced, micro-batches are all alike and do not overlap, so each of them is one part.
+    Otherwise, the complete step is a single part.
     """
     if job.sync_each_micro_batch and not job.row.keeps_parameters:
         return job.accumulation, dataclasses.replace(job.schedule, accumulation=1)
@@ -247,9 +250,9 @@ def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
 
 
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
-    """Return the bytes that are copied between host and device in a step.
+    """Return the bytes that are copied between host and device in a complete step, by direction.
 
-    Some are copied once per step, and some for each micro-batch.
+    Some copies are made once per step, and others in each micro-batch.
     """
     if job.accumulation == 1 or not any(bucket.offload.has_shards for bucket in layout.buckets):
         return {}  # the step's traffic includes it already
@@ -260,7 +263,7 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
 
 
 def notes_of(plan: Plan) -> list[str]:
-    """Return the notes that a reader of the plan needs in addition to its numbers."""
+    """Return notes on what the plan assumes, for users who read its numbers."""
     job, device, layout = plan.job, plan.cluster.device, plan.setting.layout
     others = len(layout.units) - (2 if job.wrap_embeddings else 1)
     conversion = conversion_of(plan.model, job) if job.method != "full" and not plan.model.is_final else None
@@ -293,9 +296,9 @@ def notes_of(plan: Plan) -> list[str]:
 
 
 def _attention_note(plan: Plan) -> str:
-    """Return a note if the accelerator lacks the requested attention kernel, and say which precision has one.
+    """Return a note if the device has no fused attention kernel for the job's precision.
 
-    Return an empty string otherwise.
+    The note names a precision for which there is a kernel. Return an empty string if a kernel is available.
     """
     job, device = plan.job, plan.cluster.device
     if device.is_cpu or not (found := _without_kernel(plan, job)):
@@ -311,7 +314,7 @@ def _attention_note(plan: Plan) -> str:
 
 
 def _without_kernel(plan: Plan, job: Job) -> list[Block]:
-    """Return the layers for which PyTorch writes out the scores."""
+    """Return the layers in which PyTorch has no fused attention kernel and writes the scores to memory."""
     return [block for block in plan.model.blocks if what_runs(block, job, plan.cluster.device) == "math"]
 
 
@@ -320,10 +323,10 @@ def _without_kernel(plan: Plan, job: Job) -> list[Block]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change that makes a plan fit.
+    """A change of settings that makes a plan fit.
 
     Attributes:
-        cost: the factor by which the time per token grows; below 1 the change makes it faster.
+        cost: the factor by which the change multiplies the time per token. Below 1, training becomes faster.
     """
 
     words: str
@@ -336,10 +339,10 @@ _Offer = tuple[str, dict[str, Any]]
 
 
 def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
-    """Return the cheapest changes that make `plan` fit into the fraction `margin` of its device.
+    """Return the cheapest changes that make `plan` fit into the fraction `margin` of its device's memory.
 
-    The result has a single change, or two if one is not enough. The trained parameters stay the same unless nothing
-    else helps; then adapters are proposed.
+    Each result changes a single setting, or two if one is not enough. The same parameters are trained as before. If no
+    such change is enough, adapters are proposed.
     """
 
     def fitting(offers: Iterable[_Offer]) -> list[Change]:
@@ -412,9 +415,10 @@ def _changes(plan: Plan) -> list[_Offer]:
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Return the change to the smallest sufficient number of devices, a multiple that is divided evenly among hosts.
+    """Return a change to more devices, or an empty list if no number that was tried is enough.
 
-    The cost is measured in device time per token.
+    The number of devices is doubled until the plan fits, and must be divisible by the number of hosts. The cost is the
+    factor by which device time per token grows.
     """
     for times in (2, 4, 8, 16, 32, 64):
         count = plan.cluster.count * times

@@ -1,9 +1,9 @@
-"""Convert a Hugging Face `config.json` into shapes, with one row of layer descriptions per `model_type`.
+"""Convert a Hugging Face `config.json` to the shapes of a model.
 
-Counts are exact: names, shapes and order match Transformers' own modules, and the tests compare them on the meta
-device. If a `model_type` is not in the table but Transformers supports it, Transformers builds the model
-(`plan/counted`). Any other model is planned as a plain Llama, with a note, if the file has all of Llama's fields.
-Otherwise it is refused.
+A table has one row of layer descriptions for each supported `model_type`. Names, shapes and order are exactly those of
+Transformers' own modules, which the tests build on the meta device to compare. If a `model_type` is not in the table
+but Transformers supports it, Transformers builds the model (`plan/counted`). Any other model is planned as a plain
+Llama, with a note, if the file has all of Llama's fields. If it does not, an error is raised.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ _Part = tuple[_Weights, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The differences between a family of decoders and Llama.
+    """How a family of decoders differs from Llama.
 
     Attributes:
         attention: `fused` is Phi-3's single projection; `latent` is DeepSeek-V3's narrow latents; `linear` is
             Qwen3-Next's gated delta rule in three of four layers and gated attention in the fourth.
         bias: the field that states whether attention's projections have biases.
-        has_bias: whether they have biases if the file does not state it.
-        has_output_bias: whether this also applies to the projection of attention's output.
-        head_norms: norms of queries and keys, for each head or for all heads together.
+        has_bias: whether these projections have biases if the file does not state it.
+        has_output_bias: whether `bias` and `has_bias` also apply to the projection of attention's output.
+        head_norms: whether queries and keys are normalised: in each head (`head`), in all heads together (`whole`), or
+            not at all (empty).
         norm_flag: the field that states whether these norms exist.
-        sinks: whether each head of attention has a sink.
+        sinks: whether each attention head has a sink.
         mlp: name of the feed-forward part.
-        mixture: the parts of a mixture of experts, in definition order; with a `biased_router` experts have biases.
+        mixture: the parts of a mixture of experts, in definition order. If one is `biased_router`, experts have biases.
         expert_width: the field that contains an expert's width.
         is_transposed: whether the weights of experts have the shape (experts, inputs, outputs).
         norms: the norms in definition order.
@@ -130,7 +131,7 @@ def _attention(fields: Fields, family: Family, prefix: str, index: int) -> _Part
 
 
 def _latent_attention(fields: Fields, at: str) -> _Part:
-    """Build DeepSeek-V3's attention, in which queries, keys and values pass through narrow latents."""
+    """Return the weights of DeepSeek-V3's attention, in which queries, keys and values pass through narrow latents."""
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     rank, value_dim = fields.number("kv_lora_rank"), fields.number("v_head_dim")
     plain, rotated = fields.number("qk_nope_head_dim"), fields.number("qk_rope_head_dim")
@@ -292,7 +293,7 @@ def _table(name: str, rows: int, width: int) -> _Weights:
 
 
 def _gated(at: str, hidden: int, width: int, *, bias: bool = False) -> _Weights:
-    """Return the weights of a feed-forward part that multiplies the outputs of two projections."""
+    """Return the weights of a feed-forward part that multiplies the outputs of two projections, such as SwiGLU."""
     up = [weight for name in ("gate", "up") for weight in _linear(f"{at}.{name}_proj", hidden, width, bias=bias)]
     return up + _linear(f"{at}.down_proj", width, hidden, bias=bias)
 
@@ -300,9 +301,10 @@ def _gated(at: str, hidden: int, width: int, *, bias: bool = False) -> _Weights:
 def _model(
     fields: Fields, units: Iterable[UnitShape], root: _Weights, hidden: int, *, tied: bool, capped_logits: bool = False
 ) -> ModelShape:
-    """Build a model from `units`, the parameters in `root` around them and, unless the embedding is tied, the head.
+    """Build a model from the shapes of its units and of its root.
 
-    `tied` is the default for files that do not state it.
+    `root` holds the parameters outside the units, except the head, which is added unless it shares the embedding's
+    weight. `tied` is the default for files that do not state whether it does.
     """
     vocab, tied = fields.number("vocab_size"), fields.flag("tie_word_embeddings", tied)
     if not tied:
@@ -403,7 +405,7 @@ _KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
-    """Return the shapes that a `config.json` describes, and notes for the user."""
+    """Return the shapes that the fields of a `config.json` describe, and notes for the user."""
     kind, notes = _KNOWN_AS.get(str(values.get("model_type")), values.get("model_type")), []
     method = ""
     if quantized := values.get("quantization_config"):
@@ -455,7 +457,10 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
 
 
 def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
-    """Refuse an unknown family unless the model may be a dense one with Llama's architecture."""
+    """Raise `ConfigError` for an unknown family, unless the model can be planned as a Llama.
+
+    This requires all of Llama's fields and a dense model.
+    """
     missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]
     if missing or any(values.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
         close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # catches typos, but not related families
@@ -467,9 +472,9 @@ def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
 
 
 def _check_heads_and_experts(block: Block, where: str) -> None:
-    """Raise an error if the numbers of heads or experts do not describe a layer that can run.
+    """Raise `ConfigError` if the numbers of heads or experts do not describe a layer that can run.
 
-    The file may be a copy with a mistake in it.
+    This finds mistakes in files that were edited by hand.
     """
     if not block.head_dim:
         wrong = f"hidden_size {block.hidden} is too small for {block.heads} attention heads"
