@@ -132,7 +132,7 @@ def check_step_too_early() -> None:
     optimizer = adamw(model.parameters())
     cast(FSDPModule, model).set_is_last_backward(False)
     model(batch(0, 0)).square().mean().backward()
-    with pytest.raises(LifecycleError, match="not to be the last: its gradients are not reduced"):
+    with pytest.raises(LifecycleError, match="applied to the last backward, so its gradients are not reduced"):
         optimizer.step()
 
 

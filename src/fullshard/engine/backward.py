@@ -106,8 +106,8 @@ class Backward:
             return
         if self.is_under_way:  # it would treat the reduction as part of itself
             raise LifecycleError(
-                f"rank {self._schedule.mesh.rank}: gradients cannot be reduced inside a backward that has not ended",
-                hint="call it between backwards, on every rank; after a failed backward, call reset_iter_state() first",
+                f"rank {self._schedule.mesh.rank}: gradients cannot be reduced while a backward is in progress",
+                hint="do this between backwards, on every rank; after a failed backward, call reset_iter_state() first",
             )
         self._announce()
         for unit in sorted(self._schedule.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):

@@ -152,7 +152,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
     if placement_fn is not None and not callable(placement_fn):
         raise ConfigError(
             f"shard_placement_fn: expected a function of a parameter, got {type(placement_fn).__name__}",
-            hint="pass a function such as lambda p: Shard(0), or leave it out",
+            hint="pass a function such as lambda p: Shard(0), or omit the argument",
         )
 
 
@@ -188,8 +188,8 @@ def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
     for path, module in root.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(
-                f"{path or 'the module'} ({module.original_name}) is TorchScript, which would not see its unsharded "
-                "parameters",
+                f"{path or 'the module'} ({module.original_name}) is TorchScript, and its compiled code would not use "
+                "the unsharded parameters",
                 hint="shard the module from which it was scripted",
             )
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
@@ -219,7 +219,7 @@ def check_not_managed(plans: Iterable[UnitPlan]) -> None:
                 "was sharded first, or it was tied afterwards",
                 hint=(
                     "call fully_shard on inner modules before the modules that contain them, and tie parameters "
-                    "before that"
+                    "before sharding"
                 ),
             )
         raise WrapError(
@@ -256,7 +256,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
         slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not kind.is_alone
         if slot.by_rows and (why := kind.why_no_rows(slot)):
             raise PlacementError(
-                f"shard_placement_fn returned {wanted!r} for a parameter that cannot be cut between rows: {why}",
+                f"shard_placement_fn returned {wanted!r} for a parameter that cannot be cut by rows: {why}",
                 hint="return None for this parameter",
             )
 
@@ -269,7 +269,7 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
         raise ConfigError(
             f"reshard_after_forward = {value!r}: expected True, False, None or a number of ranks that divides the "
             f"shard size {shard_size}",
-            hint="leave it out to use the default",
+            hint="omit it to use the default",
         )
     return value != 1, None if value in (1, shard_size) else value
 

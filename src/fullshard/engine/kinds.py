@@ -60,7 +60,7 @@ class ParameterKind:
         """Return the reason why a parameter cannot be sharded, or "" if it can be."""
         if not torch_private.has_own_dispatch(type(parameter)):
             return ""
-        return "wraps other tensors, and forward would keep using these whatever the optimizer does"
+        return "wraps other tensors, which forward would keep using even after optimizer steps"
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
         """Raise an error if these parameters cannot be sharded over the mesh.

@@ -79,7 +79,7 @@ class ShardedParameter(ShardedTensor):
         if self.used_up_by:  # report this to code that clips, unscales or logs gradients
             raise LifecycleError(
                 f"sharded parameter {self.name}: the backward has already consumed its gradient",
-                hint=f"leave {self.used_up_by} out to clip, unscale or read gradients; call zero_grad() after step()",
+                hint=f"to clip, unscale or read gradients, do not use {self.used_up_by}; call zero_grad() after step()",
             )
         if self._known_grad is None and self.local_grad is not None:
             self._known_grad = self.wrap(self.local_grad)

@@ -60,12 +60,12 @@ class MixedPrecisionPolicy:
                 known = " or ".join(map(str, PACKINGS))
                 raise ConfigError(
                     f"{name} = {dtype} is not supported: expected {known}",
-                    hint="leave it out to send values in their original dtype",
+                    hint="omit it to send values in their original dtype",
                 )
             if sent is not None and not saves(dtype_name(dtype), dtype_name(sent)):
                 raise ConfigError(
                     f"{name} = {dtype} saves no bytes, because {sent} would be sent without it",
-                    hint=f"leave {name} out",
+                    hint=f"omit {name}",
                 )
 
     @classmethod

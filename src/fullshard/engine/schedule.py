@@ -161,8 +161,8 @@ class Schedule:
         self.forward.abandon()
         if self.keeps_gradients and not self.is_last_backward:
             raise LifecycleError(
-                "the optimizer cannot step, because the last backward was declared not to be the last: its gradients "
-                "are not reduced",
+                "the optimizer cannot step, because set_is_last_backward(False) applied to the last backward, so its "
+                "gradients are not reduced",
                 hint="call model.set_is_last_backward(True) before the last backward of a step",
             )
         for bucket in self.buckets():

@@ -97,10 +97,7 @@ class UnshardedGradient:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: another part of its gradient "
                 "arrived in a backward that had already consumed the gradient",
-                hint=(
-                    "do not share parameters between segments under reentrant checkpointing, or leave "
-                    f"{self.used_up_by} out"
-                ),
+                hint=f"do not use {self.used_up_by}, or do not share parameters between reentrant checkpoint segments",
             )
         if self._full is None:
             self._begin()

@@ -124,7 +124,7 @@ def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> Wrap
     """Return the error for a parameter whose `grad_dtype` differs from its own dtype."""
     return WrapError(
         f"{name}: grad_dtype = {wanted} conflicts with the stored dtype {stored}, which a sharded gradient must have",
-        hint="store it in the dtype of its gradient, and compute in another with MixedPrecisionPolicy(param_dtype=...)",
+        hint="store the parameter in that dtype, and compute in another with MixedPrecisionPolicy(param_dtype=...)",
     )
 
 

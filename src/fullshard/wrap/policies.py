@@ -37,7 +37,7 @@ _FILLED = 0.5
 """If named layers hold at least this share of a block, the block is a stage of layers. Otherwise, it is one layer."""
 
 _WORTH_A_UNIT = 0.01
-"""A class of blocks that together hold less than this share of a model is not worth its gathers."""
+"""If the blocks of a class hold less than this share of a model, gathering them as units is not worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ByClass:
         stripped = (c.strip() if isinstance(c, str) else c for c in self.classes)
         object.__setattr__(self, "classes", tuple(dict.fromkeys(c for c in stripped if c != "")))
         if not self.classes:
-            raise WrapError("no layer class is named", hint="name the class of the model's repeated block")
+            raise WrapError("no layer class was given", hint="name the class of the model's repeated block")
 
     def __repr__(self) -> str:
         names = (c if isinstance(c, str) else c.__name__ for c in self.classes)

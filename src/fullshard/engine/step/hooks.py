@@ -43,7 +43,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 _held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Bucket]]] = (
     weakref.WeakKeyDictionary()
 )
-"""The parameters of each optimizer at its last step, and their buckets. The list of parameters is empty if one was not
+"""The parameters of each optimizer at its last step, and their buckets. The list of parameters is empty if any was not
 sharded, because it may be sharded later."""
 
 
