@@ -1,4 +1,4 @@
-"""Context managers that turn the reduction of gradients off or on."""
+"""Context managers that disable or enable gradient reduction."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fullshard.engine.lookup import units_of
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep gradients unsharded and unreduced; the first backward after the block reduces their sum.
+    """Disable gradient reduction inside the block. The first backward after it reduces the accumulated gradients.
 
-    This saves communication during gradient accumulation, but each rank needs memory for the gradients of the complete
-    model. Without it, the gradients of every micro-batch are reduced and added to the sharded gradients, which is
+    This saves communication during gradient accumulation, but each rank needs memory for the unsharded gradients of the
+    whole model. Without it, the gradients of every micro-batch are reduced and added to the sharded gradients, which is
     usually the better choice.
     """
     with _reducing(model, reduces=False):
@@ -26,14 +26,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_sync(model: nn.Module) -> Iterator[None]:
-    """Reduce gradients, even inside a `no_sync` block, together with those kept unreduced so far."""
+    """Enable gradient reduction inside the block, even if the block is nested in `no_sync`.
+
+    Gradients that were accumulated without reduction are included in the next reduction.
+    """
     with _reducing(model, reduces=True):
         yield
 
 
 @contextlib.contextmanager
 def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
-    """Set whether backward reduces gradients inside the block, or keeps them unsharded for a later backward."""
+    """Enable or disable gradient reduction inside the block.
+
+    Gradients that are not reduced stay unsharded until a later backward reduces them.
+    """
     units = units_of(model)
     before = [unit.reduce_gradients for unit in units]
     for unit in units:
@@ -46,7 +52,7 @@ def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
 
 
 class AccumulationMethods:
-    """Methods for `FSDPModule`."""
+    """Gradient accumulation methods of `FSDPModule`."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Skip gradient reduction inside the block, as in FSDP1 and DDP.

@@ -1,11 +1,11 @@
-"""Auto reshard: keep as many units unsharded between forward and backward as memory allows.
+"""Auto reshard: keep as many units unsharded between forward and backward as fit in memory.
 
-A unit that is kept does not need another all-gather in backward. The units that run last in forward are kept, because
-backward needs them first and they occupy memory for the shortest time. If freeing releases no memory (ranks on one host
-share memory, or one rank owns everything), all units are kept at no cost.
+A unit that stays unsharded does not need another all-gather in backward. The units that run last in forward are chosen,
+because backward needs them first, so they occupy memory for the shortest time. If resharding would free no memory
+(because ranks on one host share memory, or one rank owns everything), all units stay unsharded at no cost.
 
-The memory budget is either given, or measured at the beginning of the third step, when the optimizer and the
-activations have been allocated. Ranks agree on the smallest budget.
+The memory budget is either given or measured at the beginning of the third step, when the optimizer state and the
+activations have been allocated. All ranks use the smallest budget of any rank.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def keep_unsharded(
 
 
 def keep_head(head: nn.Module) -> None:
-    """Keep the unit that runs last in forward unsharded, because backward starts with it.
+    """Keep the unit of `head` unsharded after forward. It runs last in forward, so backward needs it first.
 
     Raises:
         LifecycleError: The module is not a unit.
@@ -74,10 +74,10 @@ def keep_head(head: nn.Module) -> None:
 
 
 def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
-    """Keep the last units in forward order unsharded and return a description of the choice.
+    """Keep the units that run last in forward unsharded, and return a description of the choice.
 
-    The number of units depends on the smallest budget of all ranks. Units that are kept in any case, such as the
-    outermost one and a separate head, do not count.
+    The smallest budget of any rank determines how many units are kept. Units that always stay unsharded, such as the
+    outermost unit and a separate head, do not count towards the budget.
     """
     root = schedule.units[-1]
     inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are always kept
@@ -98,10 +98,10 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
-    """Return the bytes of memory that this rank could use beyond its peak so far.
+    """Return how many bytes this rank could allocate in addition to its peak usage so far.
 
-    On an accelerator this is the free memory of the driver and of PyTorch's allocator. On a CPU it is this rank's share
-    of the memory that the host and the enclosing control group have available.
+    On an accelerator, this is the free memory that the driver and PyTorch's allocator report. On a CPU, it is this
+    rank's share of the memory that is available on the host and in the enclosing control group.
     """
     if device.type != "cpu":
         if not counts_memory(device.type):
@@ -125,12 +125,12 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes of host memory still available to this process under its control groups."""
+    """Return how many bytes of host memory this process can still allocate under the limits of its control groups."""
     return min([_kib(Path("/proc/meminfo").read_text(), "MemAvailable"), *_available_in_group()])
 
 
 def _kib(text: str, name: str) -> int:
-    """Return the bytes in a line such as `MemAvailable:   1024 kB`."""
+    """Return the number of bytes in the entry `name` of a meminfo text, such as `MemAvailable:   1024 kB`."""
     found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     if found is None:
         raise OSError(f"no {name}")
@@ -138,7 +138,10 @@ def _kib(text: str, name: str) -> int:
 
 
 def _available_in_group(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Return the bytes left under each enclosing cgroup v2 limit, with cached files counted as free."""
+    """Return how many bytes are left under the limit of each enclosing cgroup v2.
+
+    Cached files count as free memory.
+    """
     path = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
     group = root / path.strip("/")
     left = []

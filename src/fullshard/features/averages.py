@@ -1,8 +1,8 @@
 """A moving average of the weights, sharded in the same way as the weights.
 
-every rank     averages its own intervals element by element, without communication
+each rank      averages its own intervals element by element, without communication
 swapped()      temporarily replaces the weights with the averages, for an evaluation or an export
-a checkpoint   stores the averages next to the optimizer state, so any number of ranks can load them
+a checkpoint   stores the averages next to the optimizer state, and can be loaded on any number of ranks
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the average with the current weights. Call it after each optimizer step. This is not a collective.
+        """Update the averages with the current weights. Call this after each optimizer step. It is not a collective.
 
         Raises:
             LifecycleError: Other parameters are trainable than at construction, or the averages are swapped in.
@@ -131,7 +131,10 @@ class EMA:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates and the averages by parameter name. torch's checkpoints can save it."""
+        """Return a state dict with the number of updates, and with the averages keyed by parameter name.
+
+        torch.distributed.checkpoint can save it.
+        """
         self._check_model()
         averages = {
             name: ShardedTensor(average, parameter.spec) if isinstance(parameter, ShardedParameter) else average
@@ -141,7 +144,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict` for this model, sharded in any way or unsharded.
+        """Load a state dict that `state_dict` returned for this model, whether the model was sharded or not.
 
         Raises:
             OptimizerError: Names or shapes do not match. The averages are left unchanged.
@@ -160,15 +163,15 @@ class EMA:
         self.updates = int(state_dict["updates"])
 
     def is_of(self, model: nn.Module) -> bool:
-        """Return whether the object averages parameters of this model."""
+        """Return whether this object averages the parameters of `model`."""
         own = {id(p) for p in model.parameters()}
         return not own.isdisjoint(self.by_parameter)
 
     @property
     def by_parameter(self) -> dict[int, torch.Tensor]:
-        """Return this rank's part of each average by the id of its parameter.
+        """Return this rank's part of each average, keyed by the id of its parameter.
 
-        A part has shape (n,) if the parameter is sharded.
+        The part has shape (n,) if the parameter is sharded.
         """
         self._check_model()
         return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
@@ -190,7 +193,7 @@ class EMA:
             )
 
     def _rest(self) -> None:
-        """Free all gathered weights, because their values are about to change."""
+        """Reshard all units, because the values of the weights are about to change."""
         units = units_of(self._model)
         for unit in units:
             unit.reshard()
@@ -227,7 +230,7 @@ def _copy_all(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def _own(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that has the parameter's shape."""
+    """Return the elements that this rank holds of a tensor with the parameter's shape."""
     if not isinstance(parameter, ShardedParameter):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):

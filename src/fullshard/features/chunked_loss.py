@@ -1,13 +1,14 @@
-"""The loss of a language model, computed in chunks of tokens without all (tokens, vocabulary) logits in memory.
+"""Language model loss computed in chunks of tokens, so that the full (tokens, vocabulary) logits are never in memory.
 
     use_chunked_loss(model, tokens=1024)      then train as before: model(input_ids=..., labels=...).loss
 
-Forward keeps only the result of each chunk, and backward recomputes its logits, which repeats the product of the head.
-The loss and the gradients equal those of unchunked logits up to the order of float32 sums over tokens.
+Forward keeps only the loss of each chunk. Backward computes the logits of each chunk again, at the cost of a second
+matrix product in the head. The loss and the gradients equal those of the usual loss, except that float32 sums over
+tokens may be added in a different order.
 
 The head computes the loss in its own forward, where its weight is unsharded, no matter which unit owns the weight. It
-returns the loss in place of the logits, and the model's forward passes it on. A model that does anything else with the
-logits would change the loss on the way; this is detected.
+returns the loss in place of the logits, and the model's forward passes it on. If a model does anything else with the
+logits, it would change the loss. This is detected and raises an error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TARGETS = "_fullshard_targets"
 
 @dataclass(slots=True)
 class _Targets:
-    """The targets of the loss that the head computes and, once it has run, the sum of the token losses."""
+    """Holds the targets that the head needs to compute the loss and, after its forward, the sum of the token losses."""
 
     labels: torch.Tensor  # shape (tokens,), already shifted
     chunk: int
@@ -116,7 +117,11 @@ def _forward_with_loss(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
-    """Return the output with its loss, normalised as in Transformers: by the given count or the mean."""
+    """Return the model's output with the loss in place of the logits.
+
+    As in Transformers, the sum of the token losses is divided by `count` if given, and otherwise by the number of
+    targets.
+    """
     total = targets.loss
     is_handed_through = getattr(output, "logits", None) is total
     if total is None or not is_handed_through:
@@ -152,9 +157,10 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, *, tokens: int
 ) -> torch.Tensor:
-    """Return the summed float32 cross-entropy of `linear(hidden, weight, bias)`, computed `tokens` at a time.
+    """Return the sum of the float32 cross-entropy losses, with logits `linear(hidden, weight, bias)` in chunks.
 
-    `hidden` has shape (T, hidden size). `labels` has shape (T,), with -100 where there is no target.
+    A chunk has `tokens` tokens. `hidden` has shape (T, hidden size). `labels` has shape (T,), with -100 for tokens that
+    have no target.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -211,7 +217,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _buffers(
     wanted: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Allocate buffers for the requested gradients, which are summed over chunks in float32 or wider."""
+    """Allocate a buffer for each requested gradient. Chunks are summed in it in float32 or a wider dtype."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (
         torch.empty_like(hidden) if wanted[0] else None,
@@ -221,7 +227,10 @@ def _buffers(
 
 
 def _logits_gradient(logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return (softmax - one-hot) x gradient, with the shape and dtype of `logits` and zeros without a target."""
+    """Return (softmax - one-hot) x gradient, with the shape and dtype of `logits`.
+
+    Rows of tokens without a target are zero.
+    """
     result = functional.log_softmax(logits.float(), dim=-1).exp_().mul_(gradient)
     targets = labels != IGNORED
     result[targets, labels[targets]] -= gradient

@@ -1,4 +1,4 @@
-"""Periodic comparison of the ranks, to detect replicas with different weights and slow ranks."""
+"""Periodic comparison of the ranks, which detects replicas whose weights differ and ranks that are slow."""
 
 from fullshard.features.consistency.check import ConsistencyCheck, ConsistencyMethods
 

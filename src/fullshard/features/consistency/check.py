@@ -1,7 +1,7 @@
-"""Compare the ranks every few steps by exchanging a few numbers per rank in one message.
+"""Compare the ranks at regular intervals. Each rank contributes a few numbers to one small all-reduce.
 
-A digest of the weights shows whether replicas hold the same values (`replicas`). The seconds per step that a rank
-spends computing, waiting and on other work show which rank is a straggler (`pace`).
+A digest of the weights shows whether replicas hold the same values (`replicas`). The time per step that each rank
+spends on computing, waiting and other work shows which rank is a straggler (`pace`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NANO = 1_000_000_000
 
 
 class ConsistencyCheck(Extension):
-    """The periodic comparison of the ranks of one model.
+    """Compares the ranks that train a model, every few steps.
 
     Attributes:
         every: number of steps between two comparisons; 0 disables them.
-        policy: reaction to weights that differ: an error on all ranks (`raise`) or none (`off`).
+        policy: what to do if weights differ: `raise` an error on all ranks, or do not compare weights (`off`).
         paces: the measurements of the last comparison, by rank in the mesh; empty before the first comparison.
     """
 
@@ -49,7 +49,7 @@ class ConsistencyCheck(Extension):
         self.paces, self._pace, self._slow = list[RankPace](), Pace(), set[int]()
 
     def choose(self, policy: str, every: int) -> None:
-        """Set `policy` and `every`."""
+        """Set the policy and the interval between comparisons after validating both."""
         if policy not in get_args(OnDifference):
             raise ConfigError(f"there is no policy {policy!r} for replicas that differ", hint="use raise or off")
         if every < 0:
@@ -62,25 +62,28 @@ class ConsistencyCheck(Extension):
     # -- callbacks ----------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Start to measure a new step."""
+        """Start the measurement of a new step."""
         self._pace.begin_step(is_wanted=self.every > 0)
 
     def forward_begins(self) -> None:
-        """Start to count time as computing, unless gradients are disabled."""
+        """Start counting time as computing time, unless gradients are disabled."""
         self._has_run = True
         if torch.is_grad_enabled():
             self._pace.resume()
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Stop counting time as computing."""
+        """Stop counting time as computing time."""
         self._pace.pause()
 
     def backward_begins(self) -> None:
-        """Start to count time as computing."""
+        """Start counting time as computing time."""
         self._pace.resume()
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Compare the ranks in the first backward after every `every` steps, which is then a collective."""
+        """Stop counting time as computing time, and compare the ranks if a comparison is due.
+
+        A comparison is due in the first backward after every `every` steps. It is a collective.
+        """
         self._pace.pause()
         steps = self.model.steps
         if used and self.every and steps and steps % self.every == 0 and steps != self._done_at:
@@ -88,7 +91,7 @@ class ConsistencyCheck(Extension):
             self.run()
 
     def before_save(self) -> None:
-        """Compare the replicas. This is a collective."""
+        """Compare the replicas before the model is saved. This is a collective."""
         if self._has_run and self.every and self._are_compared and self._can_compare:
             with self.model.units[-1].waiting("comparing replicas"):
                 self._check(self._table(digest(self.model))[..., 0])
@@ -104,7 +107,7 @@ class ConsistencyCheck(Extension):
         return self._mesh.replicate_size > 1 and self.policy != "off"
 
     def run(self) -> None:
-        """Compare the ranks, report stragglers, and check replicas. This is a collective."""
+        """Compare the ranks now: report stragglers and check that the replicas are equal. This is a collective."""
         seconds = [round(part * _NANO) for part in self._pace.take()]
         if self._can_compare:
             with self.model.units[-1].waiting("comparing ranks"):
@@ -114,7 +117,10 @@ class ConsistencyCheck(Extension):
                 self._check(table[..., 0])
 
     def _table(self, *numbers: int) -> torch.Tensor:
-        """Return the numbers of every rank, shape (replicate size, shard size, numbers). This is a collective."""
+        """Gather `numbers` from every rank into a tensor of shape (replicate size, shard size, len(numbers)).
+
+        This is a collective.
+        """
         mesh = self._mesh
         table = torch.zeros(mesh.replicate_size, mesh.shard_size, len(numbers), dtype=torch.int64)
         table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor(numbers)
@@ -127,7 +133,7 @@ class ConsistencyCheck(Extension):
             find_difference(self.model)
 
     def _tell_pace(self, table: torch.Tensor) -> None:
-        """Report ranks that are slow now but were not in the last report."""
+        """Report the ranks that have become slow since the last comparison."""
         self.paces = [RankPace(rank, *(part / _NANO for part in parts)) for rank, *parts in sorted(table.tolist())]
         slow = slow_ranks(self.paces, self._slow)
         news = [pace for pace in slow if pace.rank not in self._slow]
@@ -158,15 +164,17 @@ class ConsistencyCheck(Extension):
 
 
 class ConsistencyMethods:
-    """Methods for `FSDPModule`."""
+    """Methods of `FSDPModule` that configure the comparison of ranks and return its measurements."""
 
     def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
-        """Choose how to handle replicas (NO_SHARD, HYBRID_SHARD) with different weights, for the whole model.
+        """Choose what to do if replicas (NO_SHARD, HYBRID_SHARD) of the model have different weights.
 
-        The ranks compare replicas before every save, and at the end of a backward every `every` steps.
+        The ranks compare the replicas before every save, and at the end of a backward once every `every` steps. The
+        setting applies to the whole model.
 
         Args:
-            policy: `raise` raises a `ReplicaError` on all ranks that names the rank, host and parameter. `off` disables
+            policy: with `raise`, all ranks raise a `ReplicaError` that names the rank, host and parameter. `off`
+            disables
                 the comparison.
             every: number of steps between two comparisons and between two straggler reports, 100 by default. 0 disables
                 both, including the comparison before a save.
@@ -178,7 +186,7 @@ class ConsistencyMethods:
         check.choose(policy, check.every if every is None else every)
 
     def rank_paces(self) -> list[RankPace]:
-        """Return each rank's seconds of computing and waiting per step from the last comparison.
+        """Return how many seconds per step each rank spent computing and waiting, as of the last comparison.
 
         The list is empty before the first comparison. This is not a collective.
         """

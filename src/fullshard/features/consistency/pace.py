@@ -1,4 +1,4 @@
-"""Straggler detection: find ranks that compute more slowly than others, from times that each rank measures."""
+"""Detection of stragglers, the ranks that compute more slowly than others, from times that each rank measures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LEAST_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class RankPace:
-    """One rank's use of time in a step, as the median of several steps.
+    """How one rank spends its time in a step, as medians over several steps.
 
     Attributes:
         rank: the rank.
-        computing: seconds spent in forward and backward without waiting for another rank.
-        waiting: seconds spent waiting for another rank.
+        computing: seconds spent in forward and backward, excluding the time spent waiting for other ranks.
+        waiting: seconds spent waiting for other ranks.
         elsewhere: all other seconds, such as data loading, the loss, the optimizer, saves, logs and the script's own
             code.
     """
@@ -34,14 +34,17 @@ class RankPace:
 
 
 def usual_computing(paces: Sequence[RankPace]) -> float:
-    """Return the median of the computing times, in seconds; of two middle ranks, the faster one counts."""
+    """Return the median computing time of the ranks in seconds.
+
+    For an even number of ranks, this is the smaller of the two middle values.
+    """
     return statistics.median_low(pace.computing for pace in paces)
 
 
 def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[RankPace]:
-    """Return the ranks with a speed below `SLOW` of the median, slowest first.
+    """Return the ranks whose speed is less than `SLOW` times the median speed, slowest first.
 
-    Ranks that were slow `before` remain slow until they reach `SLOW_NO_MORE`.
+    Ranks in `before`, which were already slow, count as slow until their speed reaches `SLOW_NO_MORE` times the median.
     """
     usual = usual_computing(paces)
     limits = {pace.rank: SLOW_NO_MORE if pace.rank in before else SLOW for pace in paces}
@@ -50,7 +53,7 @@ def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[
 
 
 class Pace:
-    """The durations of this process's steps since the last report, excluding the first step."""
+    """Records how long this process's steps take, from the second step on, until `take` is called."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[float, float, float]] = []
@@ -59,7 +62,7 @@ class Pace:
         self._computing = 0.0
 
     def begin_step(self, *, is_wanted: bool) -> None:
-        """Start a new step, which is measured if `is_wanted`."""
+        """End the current step and start a new one. Record the step that ends if `is_wanted`."""
         now, waited = time.monotonic(), PROGRESS.waited
         if self._began is not None and is_wanted:
             begin, before = self._began
@@ -68,16 +71,19 @@ class Pace:
         self._began, self._computing = (now, waited), 0.0
 
     def resume(self) -> None:
-        """Start timing a forward or backward."""
+        """Start timing a forward or backward pass."""
         self._resumed = time.monotonic() - PROGRESS.waited
 
     def pause(self) -> None:
-        """Stop timing the forward or backward, if one is being timed."""
+        """Stop timing the forward or backward pass, if one is being timed."""
         if self._resumed is not None:
             self._computing += time.monotonic() - PROGRESS.waited - self._resumed
             self._resumed = None
 
     def take(self) -> list[float]:
-        """Return the median seconds of computing, waiting and other work per step, or zeros, and reset them."""
+        """Return the median seconds per step of computing, waiting and other work, and discard the recorded steps.
+
+        The values are zero if no step has been recorded.
+        """
         steps, self._steps = self._steps, []
         return [statistics.median(part) for part in zip(*steps, strict=True)] or [0.0, 0.0, 0.0]

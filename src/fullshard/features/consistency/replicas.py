@@ -1,7 +1,7 @@
-"""Compare the weights of replicas to find and name a bit that has flipped in one of them.
+"""Compare the weights of replicas, and find the parameter and the rank if a bit has flipped.
 
-Each rank sums its weights as 64-bit integers in one pass, which detects any single flipped bit. Only if the sums
-differ does it compare parameters one by one. The values that most replicas hold are taken as correct.
+Each rank sums its weights as 64-bit integers in one pass, which detects any single flipped bit. Parameters are compared
+one by one only if these sums differ. The values that most replicas hold are taken as correct.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FACTOR = 1_000_003
 
 @torch.no_grad()
 def digest(model: Schedule) -> int:
-    """Return a signed 64-bit digest of all weights of this rank; any flipped bit changes it."""
+    """Return a signed 64-bit digest of this rank's weights. It changes if any single bit of them flips."""
     stored = [tensor for unit in model.units for bucket in unit.buckets for tensor in bucket.stored]
     parts = [_sum(tensor).to(model.mesh.device) for tensor in stored]
     found = 0
@@ -34,7 +34,7 @@ def digest(model: Schedule) -> int:
 
 
 def find_difference(model: Schedule) -> None:
-    """Find the parameter with different values on the ranks and raise an error on all of them.
+    """Find the parameter that differs between replicas, and raise a `ReplicaError` about it on all ranks.
 
     Return normally if only the padding between parameters differs. This is a collective.
     """
@@ -67,7 +67,7 @@ def find_difference(model: Schedule) -> None:
 
 @torch.no_grad()
 def _hashes(model: Schedule) -> dict[str, bytes]:
-    """Return a hash of this rank's part of each parameter, by name."""
+    """Return a hash of this rank's part of each parameter, keyed by parameter name."""
     found = {}
     for unit in model.units:
         for bucket in unit.buckets:
@@ -83,6 +83,6 @@ def _hashes(model: Schedule) -> dict[str, bytes]:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit sum that changes if any bit of the tensor changes."""
+    """Return a 64-bit sum of the tensor's contents, which changes if any single bit flips."""
     words = torch.int64 if tensor.nbytes % 8 == tensor.storage_offset() * tensor.itemsize % 8 == 0 else torch.uint8
     return tensor.detach().reshape(-1).view(words).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Support for torch operators and DTensor methods on sharded tensors."""
+"""Torch operators and DTensor methods for sharded tensors."""
 
 from fullshard.features.dtensor_ops import kernels
 from fullshard.features.dtensor_ops.methods import add_methods

@@ -1,4 +1,7 @@
-"""The arguments of a torch kernel: the tensors in them, the tensors it writes, and refused combinations."""
+"""Helpers for the arguments of a torch kernel.
+
+They find the tensors among the arguments and those that the kernel writes to, and refuse unsupported combinations.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from fullshard.features.dtensor_ops import torch_private
 
 
 def map_arguments(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:
-    """Return `value`, the arguments or result of a kernel, with `function` applied to each tensor of `kind`."""
+    """Apply `function` to each tensor of type `kind` in a kernel's arguments or result, and return the outcome."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
@@ -31,7 +34,7 @@ def call_with(
     kind: type[torch.Tensor],
     function: Callable[[Any], Any],
 ) -> Any:
-    """Call a kernel with `function` applied to each tensor of `kind` in its arguments, and return the result."""
+    """Apply `function` to each tensor of type `kind` in the arguments, then call the kernel and return its result."""
     return func(*map_arguments(args, kind, function), **map_arguments(kwargs, kind, function))
 
 
@@ -43,12 +46,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def first_sharded(value: Any) -> ShardedTensor | None:
-    """Return the first sharded tensor in a value."""
+    """Return the first sharded tensor in a kernel's arguments or result, or None if there is none."""
     return next((tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor)), None)
 
 
 def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the target of a kernel that writes; `features.dtensor_ops` ensures that there is only one."""
+    """Return the tensor that a kernel writes to: `out` or the first argument.
+
+    `features.dtensor_ops` rejects kernels that write to any other argument.
+    """
     return kwargs.get("out", args[0])
 
 
@@ -61,8 +67,9 @@ def written_tensors(func: torch_private.Kernel, args: Sequence[Any], kwargs: dic
 def may_differ(tensor: torch.Tensor) -> bool:
     """Return whether a tensor may have different values on different ranks.
 
-    A plain tensor with several elements may, unless the script excludes that with torch's `implicit_replication()`.
-    It cannot exclude it while gradients are enabled, because gradients for the plain tensor would be sharded.
+    This is true for a plain tensor with several elements, unless the script uses torch's `implicit_replication()` to
+    declare such tensors equal. The declaration is ignored while gradients are enabled, because the gradient of the
+    plain tensor would be sharded.
     """
     if isinstance(tensor, DTensor) or tensor.numel() == 1:
         return False
@@ -70,7 +77,7 @@ def may_differ(tensor: torch.Tensor) -> bool:
 
 
 def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if a plain tensor with several elements is used with a sharded tensor or a result of one."""
+    """Raise an error if a plain tensor with several elements is used with a sharded tensor or a result of one."""
     tensors = tensors_in((args, kwargs))
     plain = next(filter(may_differ, tensors), None)
     if plain is not None:
@@ -78,7 +85,7 @@ def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[s
 
 
 def mixed(func: torch_private.Kernel, spread: SpreadTensor, plain: torch.Tensor) -> LifecycleError:
-    """Return the error for a sharded tensor used together with a plain one."""
+    """Return the error to raise when a kernel receives a sharded tensor together with a plain tensor."""
     whole = "unsharded(model, writeback=True)" if torch_private.written(func) else "unsharded(model)"
     return LifecycleError(
         f"`{func.overloadpacket.__name__}` was called with {spread.name} {tuple(spread.shape)}, a DTensor, and a "

@@ -1,12 +1,13 @@
 """Torch kernels for sharded tensors, with the same results as for the unsharded tensors.
 
-element by element, a copy, a cast          computed on each interval; the result is a `ShardedTensor`
-rows, reshaped, split along the first dim   views: a `ShardedTensor` of a part of the same memory
-a sum, a mean, a norm                       computed on each rank's part and reduced immediately, in a collective. The
-                                            result is a `WholeTensor`. Combined with plain numbers it becomes a plain
-                                            tensor, for example when a penalty is added to a loss
-random numbers                              as in a single process: every rank draws all and keeps its own
-any other kernel                            computed on the gathered tensor, in a collective, as torch's DTensor does
+elementwise kernels, copies, casts          computed on each rank's interval; the result is a `ShardedTensor`
+rows, reshapes, splits along the first dim  views: a `ShardedTensor` for a part of the same memory
+sums, means, norms                          computed on each rank's part and reduced immediately, in a collective. The
+                                            result is a `WholeTensor`, which becomes a plain tensor when combined with
+                                            plain numbers, for example when a penalty is added to a loss
+random numbers                              same values as in a single process: each rank draws the numbers for the
+                                            complete tensor and keeps those of its interval
+all other kernels                           computed on the gathered tensor, in a collective, as in torch's DTensor
 
 A kernel that changes a tensor in place changes it on every rank or raises an error. No kernel treats one rank's
 elements as if they were the complete tensor.
@@ -65,7 +66,7 @@ def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if a kernel changes a shape or writes to anything but its first argument or `out`."""
+    """Raise an error if a kernel changes a tensor's shape or writes to an argument other than the first or `out`."""
     if not torch_private.writes(func) or name.startswith(torch_private.MANY_KERNELS):
         return
     is_known = all(index == 0 or argument == "out" for index, argument in torch_private.written(func))
@@ -79,7 +80,7 @@ def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], k
 
 
 def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a kernel on this rank's intervals."""
+    """Run an elementwise kernel on this rank's intervals, without communication if all arguments can be cut to them."""
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         held = first_sharded((args, kwargs))
         raise LifecycleError(
@@ -100,27 +101,33 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Increment the versions of changed local tensors, because torch counts changes of the wrappers only."""
+    """Increment the version counters of the local tensors that a kernel has changed.
+
+    Torch increments only the counters of the `ShardedTensor` wrappers.
+    """
     locals_ = [tensor.local for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
     if locals_:
         torch.autograd.graph.increment_version(locals_)
 
 
 def _fits(tensor: torch.Tensor, spec: ShardSpec) -> bool:
-    """Return whether the tensor can be broadcast to the spec's shape."""
+    """Return whether the tensor can be broadcast to the shape of `spec`."""
     sizes = zip(reversed(tensor.shape), reversed(spec.shape), strict=False)
     return tensor.dim() <= len(spec.shape) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 class _Locals:
-    """The local arguments of a kernel, and the wrappers for its local results."""
+    """Converts the arguments of one kernel call to this rank's local tensors.
+
+    It also wraps the kernel's local results as sharded tensors.
+    """
 
     def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
         self.target, self._spec, self._func = target, target.spec, func
         self._wrapped: dict[int, ShardedTensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the local tensor to pass to the kernel in place of an argument."""
+        """Return the local tensor that the kernel receives in place of `tensor`."""
         if isinstance(tensor, ShardedTensor) and self._spec.is_like(tensor.spec):
             self._wrapped[id(tensor.local)] = tensor
             return tensor.local
@@ -138,13 +145,16 @@ class _Locals:
         return self._spec.cut(tensor)
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to hand to the caller in place of a local result."""
+        """Return `result` as a `ShardedTensor`, or the original argument if the kernel returned its local tensor."""
         known = self._wrapped.get(id(result))
         return ShardedTensor(result, self._spec) if known is None else known
 
 
 def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a kernel that takes lists of tensors (mostly from optimizers), position by position."""
+    """Run a kernel that takes lists of tensors, such as the `_foreach` kernels that optimizers use.
+
+    At each position of the lists, the tensors are converted to local tensors of the same interval.
+    """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     held = first_sharded(lists)
     assert held is not None  # noqa: S101 -- else this would not have been asked
@@ -188,7 +198,7 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
 def _check_laid_out(
     func: torch_private.Kernel, held: ShardedTensor, likes: Sequence[ShardedTensor | None], changed: Sequence[Any]
 ) -> None:
-    """Raise if a kernel would write to a copy of a tensor's data instead of its own memory."""
+    """Raise an error if a kernel would write to a converted copy of a tensor rather than to the tensor's own memory."""
     for like, tensor in zip(likes, changed, strict=False):  # some state is missing
         if not isinstance(tensor, DTensor):
             continue
@@ -206,7 +216,10 @@ def _check_laid_out(
 
 
 def _own(one: _Locals | None, tensor: Any) -> Any:
-    """Return the kernel's local argument for a list item; `one` is set if the item is computed by interval."""
+    """Return the local argument for an item of a list.
+
+    `one` converts items that are computed on this rank's interval. It is None if the item is computed as a whole.
+    """
     if one is not None and isinstance(tensor, torch.Tensor):
         return one.of(tensor)
     if isinstance(tensor, WholeTensor):
@@ -215,7 +228,11 @@ def _own(one: _Locals | None, tensor: Any) -> Any:
 
 
 def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return views that share memory if they are intervals of the flattened tensor, or guarded copies if not."""
+    """Return the results of a view kernel.
+
+    They share memory with the tensor if they are intervals of the flattened tensor. Otherwise they are read-only copies
+    that become invalid when the tensor changes.
+    """
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and first_sharded((args[1:], kwargs)) is None:
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
@@ -241,7 +258,11 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
 
 
 def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Draw the same random numbers as a single process: every rank draws all, with generators in the same state."""
+    """Draw the same random numbers as a single process would.
+
+    All ranks have generators in the same state. Each draws the numbers for the complete tensor and keeps its own
+    interval.
+    """
     tensor = args[0]
     is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
     if not isinstance(tensor, ShardedTensor):
@@ -271,7 +292,7 @@ def _plain_whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a kernel with tensors gathered on every rank, then shard the tensor that it writes to again."""
+    """Gather the tensors on every rank, run the kernel on them, and shard the tensor again that the kernel wrote to."""
     refuse_plain(func, args, kwargs)
     wholes: dict[int, torch.Tensor] = {}
 
@@ -308,7 +329,10 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
 
 
 def _reduced(local: torch.Tensor, spec: ShardSpec, placement: Placement) -> torch.Tensor:
-    """Reduce the ranks' parts immediately, because `item()` of a partial tensor returns only one part."""
+    """Combine the results for the ranks' parts in a collective, and return the combined result.
+
+    The reduction is not deferred, because `item()` of a partial DTensor would return only this rank's part.
+    """
     parts = dtensor_of(local, spec, placement)
     if spec.is_chunked:  # torch warns if both axes are reduced at once
         parts = parts.redistribute(placements=spec.placements(None, placement))
@@ -343,7 +367,7 @@ def _norm(
 
 
 def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
-    """Make a new tensor, sharded like `tensor` if the shapes are equal, else replicated."""
+    """Create a new tensor. It is sharded like `tensor` if it has the same shape, and replicated otherwise."""
     if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
         return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.spec)
     return dtensor_of(func(tensor.local, size, *args, **options), tensor.spec)

@@ -1,7 +1,7 @@
-"""Methods of `ShardedTensor` that DTensors have or that torch.distributed.checkpoint calls.
+"""`ShardedTensor` methods that DTensor also has or that torch.distributed.checkpoint calls.
 
 Operations that would expose one rank's elements as if they were the complete tensor (pickle, safetensors, a raw
-address) raise an error that names an alternative.
+address) raise an error that suggests an alternative.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WAY_OUT = (
 
 
 class _Methods(ShardedTensor):
-    """A namespace for methods that `add_methods` copies to `ShardedTensor`. It is never instantiated."""
+    """A container for methods that `add_methods` copies to `ShardedTensor`. It is never instantiated."""
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's interval with shape (n,), or the global shape if this rank has all elements.
+        """Return this rank's interval with shape (n,), or with the global shape if this rank holds all elements.
 
-        Differentiable: an incoming gradient is averaged over the ranks that hold the same elements, unless
+        The result is differentiable. Its gradient is averaged over the ranks that hold the same elements, unless
         `grad_placements` is given.
         """
         is_own = grad_placements is None and _wants_gradient(self)
@@ -48,9 +48,9 @@ class _Methods(ShardedTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the unsharded tensor as a new tensor on this rank's device.
 
-        This is a collective, so all ranks must call it in the same order. It is differentiable: incoming gradients are
-        reduced over all ranks like those of the parameter, by default to the mean, unless `grad_placements` is given.
-        Backward is therefore a collective, too.
+        This is a collective, so all ranks must call it in the same order. The result is differentiable. Its gradients
+        are reduced over all ranks in the same way as those of the parameter (by default to the mean), unless
+        `grad_placements` is given. Backward is therefore a collective, too.
         """
         whole: torch.Tensor = _replicate(self, grad_placements is None).to_local(grad_placements=grad_placements)
         return whole
@@ -58,7 +58,10 @@ class _Methods(ShardedTensor):
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Redistribute as torch does: to replicas, to shards along a dim, or to another mesh. This is a collective."""
+        """Change the placements or the mesh, as DTensor's `redistribute` does. This is a collective.
+
+        The result can be replicated, sharded along a dim, or placed on another mesh.
+        """
         own = self.placements
         mesh = device_mesh or self.device_mesh
         if mesh == self.device_mesh and placements is not None and tuple(placements) == own:
@@ -73,7 +76,10 @@ class _Methods(ShardedTensor):
         )
 
     def __copy__(self) -> ShardedTensor:
-        """Return a separate tensor that shares memory with this one and can be given other memory."""
+        """Return a shallow copy for `copy.copy`.
+
+        It shares memory with this tensor until either of the two is given other memory.
+        """
         return _like(self, self.local.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -94,7 +100,8 @@ class _Methods(ShardedTensor):
     def untyped_storage(self) -> NoReturn:
         """Raise an error, because the unsharded tensor has no storage.
 
-        Callers never expect the storage of only this rank's interval.
+        The storage of this rank's interval is not returned instead, because callers would take it for the complete
+        tensor.
         """
         raise LifecycleError(
             f"{self.name} has no storage, because this rank holds only elements {self.interval.start} to "
@@ -103,7 +110,10 @@ class _Methods(ShardedTensor):
         )
 
     def __dlpack__(self, *_args: object, **_options: object) -> NoReturn:
-        """Raise the same error as `untyped_storage`; torch's own implementation would crash the process."""
+        """Raise the same error as `untyped_storage`.
+
+        Without this method, torch's own implementation would crash the process.
+        """
         self.untyped_storage()
 
     def tolist(self) -> Any:
@@ -143,11 +153,14 @@ class _Methods(ShardedTensor):
 
 
 class _ParameterMethods(ShardedParameter):
-    """A namespace for methods that `add_methods` copies to `ShardedParameter`."""
+    """A container for methods that `add_methods` copies to `ShardedParameter`. It is never instantiated."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Return the parameter's dtype. It can be set only to that dtype or to None, torch's value for any dtype."""
+        """Return the parameter's dtype.
+
+        It can only be set to the same dtype or to None, which means that torch allows gradients of any dtype.
+        """
         return self.dtype
 
     @grad_dtype.setter
@@ -157,7 +170,10 @@ class _ParameterMethods(ShardedParameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return a tensor on the same memory without autograd. Assigning a tensor copies its values."""
+        """Return a tensor that shares the parameter's memory but is not tracked by autograd.
+
+        Assigning a tensor to `data` copies its values into the parameter.
+        """
         taken = vars(self).get("_data")
         if taken is None:
             taken = vars(self)["_data"] = self.wrap(self.local)
@@ -185,13 +201,13 @@ class _ParameterMethods(ShardedParameter):
             _detached_of(self).clear()
 
     def detach(self) -> ShardedTensor:
-        """Return a tensor on the same memory without autograd."""
+        """Return a tensor that shares the parameter's memory but is not tracked by autograd."""
         detached: Any = torch.Tensor.detach(self)
         _detached_of(self)[id(detached)] = detached
         return detached  # type: ignore[no-any-return]
 
     def register_hook(self, hook: object) -> NoReturn:
-        """Raise an error, because such hooks would never run."""
+        """Raise an error, because the hook would never run: autograd uses the unsharded parameter."""
         raise LifecycleError(
             f"register_hook on sharded parameter {self.name} would never run, because autograd uses the unsharded "
             "parameter",
@@ -199,18 +215,22 @@ class _ParameterMethods(ShardedParameter):
         )
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view. Raise an error for a view of the parameter as itself, which looks for its gradient node."""
+        """Return a view with the shape of `other`.
+
+        Raise an error if `other` is the parameter itself. Libraries create such a view to find the gradient
+        accumulation node, which a sharded parameter does not have.
+        """
         _check_is_other(self, other)
         return torch.Tensor.view_as(self, other)
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view, with the same check as `view_as`."""
+        """Return a view expanded to the shape of `other`, with the same check as in `view_as`."""
         _check_is_other(self, other)
         return torch.Tensor.expand_as(self, other)
 
 
 def add_methods() -> None:
-    """Add the methods to `ShardedTensor` and `ShardedParameter`."""
+    """Add the methods that this module defines to `ShardedTensor` and `ShardedParameter`."""
     for kind, holder in ((ShardedTensor, _Methods), (ShardedParameter, _ParameterMethods)):
         for name, member in vars(holder).items():
             if isinstance(member, FunctionType | property):
@@ -218,7 +238,10 @@ def add_methods() -> None:
 
 
 def _detached_of(parameter: ShardedParameter) -> weakref.WeakValueDictionary[int, ShardedTensor]:
-    """Return the living results of `detach`, which `data` moves to other memory when it is assigned."""
+    """Return the results of `detach` that are still alive.
+
+    When a tensor is assigned to `data`, they are given other memory so that they keep the old values.
+    """
     held: weakref.WeakValueDictionary[int, ShardedTensor] = vars(parameter).setdefault(
         "_detached", weakref.WeakValueDictionary()
     )
@@ -253,10 +276,10 @@ def _replicate(tensor: ShardedTensor, reduces: bool = True) -> DTensor:
 
 
 class _Replicate(torch.autograd.Function):
-    """Make a tensor that is replicated on every rank; its gradient returns as this rank's interval.
+    """Autograd function that gathers the tensor as a replicated DTensor and shards the gradient again.
 
-    The ranks may compute different things with it, but torch assumes that all gradients are equal. This class therefore
-    reduces them.
+    Torch assumes that the gradient of a replicated tensor is equal on all ranks. It may differ here, because each rank
+    may compute something else with the tensor, so backward reduces the gradient.
     """
 
     @staticmethod
@@ -271,9 +294,9 @@ class _Replicate(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """Take this rank's interval; gradients are averaged over replicas.
+    """Autograd function for `to_local`, which averages the gradient over replicas.
 
-    torch's own function would derive wrong strides for the unsharded tensor from the interval.
+    Torch's own function would derive wrong strides for the unsharded tensor from those of the interval.
     """
 
     @staticmethod
@@ -290,9 +313,9 @@ class _ToLocal(torch.autograd.Function):
 
 
 def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Reduce the gradient of a replicated tensor; each rank passes its own gradient. This is a collective.
+    """Reduce the gradient of a replicated tensor, which may differ between ranks. This is a collective.
 
-    If the gradient is partial, each rank holds one term of a sum, so the result is that sum.
+    If the gradient has partial placements, each rank holds one term of a sum, and the result is that sum.
     """
     if not isinstance(gradient, DTensor):
         return _reduce(gradient, spec)
@@ -303,10 +326,10 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
-    """Reduce a gradient over all ranks; each rank passes the gradient of its own loss. This is a collective.
+    """Reduce a gradient that each rank has computed for its own loss. This is a collective.
 
-    The result uses the divisor of the unit's reduction, which gives the mean unless the script has set another. If
-    `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.
+    The sum is divided as in the unit's own gradient reduction, which gives the mean unless the script has set another
+    divisor. If `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.
     """
     mesh, group = spec.mesh, spec.mesh.world_group
     divisor = float(mesh.world_size) if spec.reduction is None else spec.reduction.divisor
@@ -319,5 +342,5 @@ def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = Fals
 
 
 def replicated_of(tensor: ShardedTensor) -> DTensor:
-    """Return the unsharded tensor as a replicated DTensor, outside of autograd's graph."""
+    """Return the unsharded tensor as a replicated DTensor that autograd does not track."""
     return dtensor_of(tensor.spec.gather(tensor.local), tensor.spec)

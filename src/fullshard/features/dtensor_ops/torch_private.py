@@ -1,4 +1,4 @@
-"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
+"""Private torch names that only this feature uses. `comm.torch_private` contains the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from fullshard.comm.torch_private import Kernel
 
 
 def takes_plain_as_replicated() -> bool:
-    """Return whether `implicit_replication()` is active; torch has no public function for it. Since 2.5."""
+    """Return whether torch's `implicit_replication()` is active.
+
+    Torch has no public function for this. Since 2.5.
+    """
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 

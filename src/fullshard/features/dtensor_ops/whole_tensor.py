@@ -1,4 +1,7 @@
-"""Tensors that are complete on every rank: results computed from sharded tensors, and copies in place of views."""
+"""Tensors that are complete on every rank.
+
+They are results computed from sharded tensors, or copies in place of views that a sharded tensor cannot have.
+"""
 
 from __future__ import annotations
 
@@ -25,48 +28,56 @@ from fullshard.features.dtensor_ops.methods import reduced
 
 
 class _Whole(SpreadTensor):
-    """A tensor that is complete on every rank.
+    """Base class of DTensors that are complete on every rank.
 
-    A tensor of another class made from it is independent on each rank, with separate gradients.
+    Conversion to a tensor of another class makes a tensor that is independent on each rank and has its own gradient
+    there.
     """
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the complete tensor. Gradients are reduced as in `ShardedTensor.full_tensor`. Differentiable."""
+        """Return the complete tensor.
+
+        The result is differentiable. Gradients are reduced as in `ShardedTensor.full_tensor`.
+        """
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad:
             return _leave(self, is_plain=True)
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the same as `to_local`."""
+        """Return the complete tensor, as `to_local` does."""
         return self.to_local(grad_placements=grad_placements)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Redistribute as torch's DTensor does."""
+        """Change the placements or the mesh, as DTensor's `redistribute` does."""
         own: Any = _leave(self, is_plain=False)
         return own.redistribute(device_mesh, placements, **options)  # type: ignore[no-any-return]
 
 
 class WholeTensor(_Whole):
-    """A result computed from sharded tensors, complete on every rank: a norm, a penalty, a matrix product.
+    """A result computed from sharded tensors, such as a norm, a penalty or a matrix product.
 
-    Combined with plain numbers it becomes a plain tensor, so that each rank can add a penalty to its own loss.
+    It is complete on every rank. It becomes a plain tensor when combined with plain numbers, so each rank can add a
+    penalty to its own loss.
     """
 
     @classmethod
     def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
-        """Return `whole`, a result computed from tensors with this spec, as a `WholeTensor`."""
+        """Return `whole` as a `WholeTensor`.
+
+        The caller computed it from tensors that are sharded according to `spec`.
+        """
         self: WholeTensor = torch_private.wrap(cls, whole, torch_private.layout_from(dtensor_of(whole, spec)))
         self.spec = spec
         return self
 
     def tolist(self) -> Any:
-        """Return the elements as nested lists, on every rank."""
+        """Return all elements as nested lists. This is not a collective."""
         return torch_private.local_of(self).tolist()
 
     def plain(self) -> DTensor:
-        """Return the same tensor as a plain DTensor."""
+        """Return this tensor as an ordinary torch DTensor."""
         dtensor: DTensor = torch_private.wrap(DTensor, torch_private.local_of(self), torch_private.layout_from(self))
         return dtensor
 
@@ -74,7 +85,7 @@ class WholeTensor(_Whole):
     def __torch_function__(
         cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handle every torch function that receives a whole tensor, before autograd does."""
+        """Handle calls of torch functions with a `WholeTensor` before autograd records them."""
         kwargs = kwargs or {}
         others = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, SpreadTensor)]
         plain = [tensor for tensor in others if not isinstance(tensor, DTensor)]
@@ -123,7 +134,10 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 class _Leave(torch.autograd.Function):
-    """Convert to a plain tensor, independent on each rank, or to a DTensor. Gradients are reduced on the way back."""
+    """Autograd function that converts a `WholeTensor` to a plain tensor or to a torch DTensor.
+
+    The plain tensor is independent on each rank. Backward reduces the gradient over the ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:
@@ -141,10 +155,10 @@ def _leave(whole: _Whole, *, is_plain: bool) -> torch.Tensor:
 
 
 class WholeCopy(_Whole):
-    """A read-only copy in place of a view that is not an interval, for example a transposed matrix.
+    """A read-only copy in place of a view that is not an interval, such as a transposed matrix.
 
-    The copy becomes invalid when its source changes, because a view would have changed, too. The same rules apply to
-    views of the copy.
+    A real view would change together with its source, so the copy becomes invalid when the source changes. The same
+    rules apply to views of the copy.
     """
 
     _source: torch.Tensor
@@ -152,7 +166,7 @@ class WholeCopy(_Whole):
 
     @classmethod
     def of(cls, dtensor: DTensor, held: ShardedTensor | WholeCopy) -> WholeCopy:
-        """Return a copy for a view of `held`."""
+        """Return `dtensor` as a copy that replaces a view of `held`."""
         self: WholeCopy = torch_private.wrap(cls, torch_private.local_of(dtensor), torch_private.layout_from(dtensor))
         self.spec = held.spec
         if isinstance(held, WholeCopy):
@@ -162,7 +176,7 @@ class WholeCopy(_Whole):
         return self
 
     def plain(self) -> WholeTensor:
-        """Return the same tensor without the checks."""
+        """Return this tensor as a `WholeTensor`, which has no checks."""
         return WholeTensor.of(torch_private.local_of(self), self.spec)
 
     @classmethod
@@ -189,17 +203,23 @@ class WholeCopy(_Whole):
         return map_arguments(result, DTensor, lambda view: WholeCopy.of(view, copies[0]))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the local tensor as torch does, after a check, because no kernel runs that would check."""
+        """Check that the copy is still valid, and return the local tensor as torch does.
+
+        The check is made here because no kernel runs that would make it.
+        """
         self.check_is_current()
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the full tensor as torch does, after a check, because no kernel runs that would check."""
+        """Check that the copy is still valid, and return the full tensor as torch does.
+
+        The check is made here because no kernel runs that would make it.
+        """
         self.check_is_current()
         return super().full_tensor(grad_placements=grad_placements)
 
     def check_is_current(self) -> None:
-        """Raise if the source has changed since the copy was made."""
+        """Raise an error if the source has changed since the copy was made."""
         if _version(self._source) != self._source_version:
             raise LifecycleError(
                 f"a view of {self.name} that is not an interval on any rank is out of date, because its source has "
@@ -209,7 +229,10 @@ class WholeCopy(_Whole):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of a tensor, or 0 in inference mode, where torch does not count."""
+    """Return how often a tensor has been changed in place.
+
+    Return 0 in inference mode, where torch does not count changes.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""Parameters that define their own all-gather by torch's protocol, such as torchao's float8 weights."""
+"""Parameters that define their own all-gather with torch's extension hooks, such as torchao's float8 weights."""
 
 from functools import partial
 
