@@ -1,8 +1,8 @@
-"""The rules for text where a path is expected. Every entry point that takes a path applies them.
+"""The rules for text that is used as a path. Every entry point that takes a path applies them.
 
-A path belongs to this host, and `~` is the user's home directory. Text that `pathlib` would misread is refused: URLs,
-because output for `s3://bucket` would end up in a folder `./s3:`, and empty text (from an unset shell variable), which
-would be the current folder.
+A path refers to this host, and `~` is the user's home directory. Text that `pathlib` would misread is refused. This
+applies to URLs, because output for `s3://bucket` would end up in a folder `./s3:`, and to empty text (from an unset
+shell variable), which would mean the current folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELSEWHERE = (
 
 
 def check_path(written: str) -> None:
-    """Refuse text that is not a valid path on any host. A relative path that looks like a URL needs a leading `./`."""
+    """Raise `ConfigError` for text that is not a path on any host. A relative path that looks like a URL needs `./`."""
     if not written.strip():
         raise ConfigError(
             f"the path {written!r} is empty",
@@ -55,7 +55,7 @@ def check_path(written: str) -> None:
 
 
 def looks_like_path(written: str) -> bool:
-    """Return whether a name must be a path, as opposed to the hub's ORGANIZATION/NAME."""
+    """Return whether a name must be a path, because it cannot be a name on the hub (ORGANIZATION/NAME)."""
     return (
         written.startswith((".", "/", "~"))
         or "\\" in written
@@ -66,7 +66,7 @@ def looks_like_path(written: str) -> bool:
 
 
 def require_there(written: str) -> None:
-    """Refuse a path that does not exist where a hub name is also allowed, so that the hub is not queried for it."""
+    """Raise `ConfigError` for a path that does not exist, before it is mistaken for a name and the hub is queried."""
     if looks_like_path(written) and not os.path.exists(written):  # noqa: PTH110 - a name of another system's is no Path
         is_of_windows = "\\" in written or _DRIVE.match(written)
         hint = "paths on this host have no drive letter and no \\" if is_of_windows else "check the path"
@@ -74,12 +74,12 @@ def require_there(written: str) -> None:
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
-    """Return text from the user as a path on this host, after `check_path`."""
+    """Check text from the user with `check_path`, and return it as a path on this host."""
     return Path(local_name(text))
 
 
 def local_name(text: str | os.PathLike[str]) -> str:
-    """Return text from the user that may be a path or a name, after `check_path` and with `~` expanded."""
+    """Check text from the user, which may be a path or a name, with `check_path`. Return it with `~` expanded."""
     written = os.fspath(text) if isinstance(text, str | os.PathLike) else str(text)
     check_path(written)
     if not written.startswith("~"):

@@ -1,4 +1,4 @@
-"""Descriptions of a process for other processes: its ID, its machine, and a file with its last activity."""
+"""Describes a process to other processes: its ID, its machine, and a file with its last activity."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def this_process() -> str:
 
 
 def this_machine() -> str:
-    """Return the boot ID and PID namespace, which processes share if each can see the other's process ID."""
+    """Return the boot ID and PID namespace. Processes that share both can see each other's process IDs."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 class StatusFile:
-    """A line in a memory-mapped file, which remains readable however this process ends."""
+    """A line of text in a memory-mapped file. Other processes can read it even after this process has been killed."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -36,7 +36,7 @@ class StatusFile:
 
 
 def read_status(path: Path) -> str:
-    """Return the last line that a process wrote to the file, or an empty string if there is none."""
+    """Return the last line that a process wrote to its status file, or an empty string if there is none."""
     try:
         return path.read_bytes().split(b"\n")[0].strip(b"\0").decode("utf-8", "replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The supported versions of torch, which are checked on import instead of during a run. Imports no torch."""
+"""The supported versions of torch, which are checked on import, before a run starts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_too_old(version: str) -> bool:
 
 
 def require_torch() -> None:
-    """Refuse an unsupported torch. The lowest-level packages that use torch call this first."""
+    """Raise `VersionError` if torch is too old. The lowest-level packages that use torch call this first."""
     version = version_of("torch")
     if version is not None and is_too_old(version):  # without a version, the import reports errors
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -32,7 +32,7 @@ def require_torch() -> None:
 
 
 def why_no_xla() -> str | None:
-    """Return why the installed packages cannot train through PyTorch/XLA, as a clause, or None if they can."""
+    """Return the reason why the installed packages cannot train through PyTorch/XLA, or None if they can."""
     xla, torch = version_of("torch_xla"), version_of("torch")
     if xla is None or torch is None:
         return f"{'torch_xla' if xla is None else 'torch'} is not installed"
@@ -40,7 +40,7 @@ def why_no_xla() -> str | None:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return a distribution's version, or None if it is not installed. The version of fullshard is always available."""
+    """Return the version of a package, or None if it is not installed. The version of fullshard is always known."""
     if distribution == "fullshard":
         return __version__
     try:

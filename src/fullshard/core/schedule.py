@@ -1,4 +1,4 @@
-"""The order of collectives that all ranks of a model share. The engine follows it, and the planner predicts it.
+"""The order in which all ranks of a model launch collectives. The engine follows it, and the planner predicts it.
 
 gathers      in forward order as it happens; prefetched only along an order that all ranks have agreed on
 reductions   in the reverse of the first forward's order; a reduction that is ready early waits for its turn
@@ -23,7 +23,7 @@ BucketT = TypeVar("BucketT", bound=Hashable)
 
 
 class BackwardPrefetch(StrEnum):
-    """The time at which backward unshards the unit that it needs next."""
+    """The time at which backward unshards the next unit."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
     """before the current unit's gradients are computed: most overlap, with two units unsharded at the same time"""
@@ -34,18 +34,18 @@ class BackwardPrefetch(StrEnum):
 
 
 def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:
-    """Return the unit to gather while `unit` runs forward: the unit after it in `order`, the previous forward's order.
+    """Return the unit to gather while `unit` runs forward, which is the unit after it in the previous forward.
 
-    `begun` is the number of units that have begun in this forward, including `unit`. Return None if `unit` has moved,
-    because its successor is then unknown.
+    `order` is the order of units in the previous forward. `begun` is the number of units that have begun in this
+    forward, including `unit`. Return None if `unit` has moved, because the next unit is then unknown.
     """
     return order[begun] if begun < len(order) and order[begun - 1] is unit else None
 
 
 def count_kept(nbytes: Iterable[int], budget: int) -> int:
-    """Return the number of units to keep unsharded from forward to backward, as many as fit in `budget` bytes.
+    """Return how many units fit in `budget` bytes if they are kept unsharded from forward to backward.
 
-    The units are in backward order, because the first unit in backward is kept for the shortest time.
+    `nbytes` are the sizes of the units in backward order: the first unit in backward is kept for the shortest time.
     """
     count = 0
     for each in nbytes:
@@ -57,15 +57,16 @@ def count_kept(nbytes: Iterable[int], budget: int) -> int:
 
 
 def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:
-    """Return the number of later launches after which a reduction has been waited for along both axes of its mesh.
+    """Return how many later launches it takes until a reduction has been waited for along both axes of its mesh.
 
-    A launch beyond the limit waits for the oldest reduction along the shard axis, and the next launch along the other.
+    A launch beyond the limit waits for the oldest reduction along the shard axis. The next launch waits for it along
+    the replicate axis.
     """
     return 0 if shard_size * replicate_size == 1 else in_flight + (replicate_size > 1)
 
 
 class Reductions(Generic[BucketT]):
-    """The reductions of one backward, which determine the next launch and the finished reductions.
+    """Keeps track of the reductions of one backward: which one to launch next, and which ones have finished.
 
     Attributes:
         in_flight: The number of reductions that may be in flight when another one is launched.
@@ -85,31 +86,31 @@ class Reductions(Generic[BucketT]):
         self.waiting: dict[BucketT, int] = {}
 
     def expect(self, buckets: Iterable[BucketT]) -> None:
-        """Append the buckets to the queue of reductions."""
+        """Append buckets to the queue of reductions, in the order in which they will be launched."""
         self._queue.extend(buckets)
 
     def complete(self, bucket: BucketT) -> Iterator[BucketT]:
-        """Record that all gradients of a bucket exist, and yield the buckets that are next in line and complete."""
+        """Record that all gradients of a bucket exist. Yield the buckets at the head of the queue that are complete."""
         self._ready.add(bucket)
         while self._queue and self._queue[0] in self._ready:
             yield self._queue.popleft()
 
     def rest(self) -> Iterator[BucketT]:
-        """Yield the buckets that are incomplete at the end of backward, because every rank reduces them anyway."""
+        """Yield the buckets that are still queued at the end of backward, because every rank must reduce them."""
         while self._queue:
             yield self._queue.popleft()
 
     def launch(self, bucket: BucketT) -> BucketT | None:
-        """Record a launch, and return the reduction that must be waited for if too many are in flight."""
+        """Record a launch. If too many reductions are in flight, return the bucket to wait for."""
         self.launched.append(bucket)
         self.waiting[bucket] = len(self.launched)
         return self.launched[-self.in_flight - 1] if len(self.launched) > self.in_flight else None
 
     def latest(self) -> list[BucketT]:
-        """Return the waiting reductions that the last launch may have finished."""
+        """Return the buckets in `waiting` whose reductions the last launch may have finished."""
         return [bucket for bucket in self.launched[-self.in_flight - 2 :] if bucket in self.waiting]
 
     def is_over(self, bucket: BucketT, shard_size: int, replicate_size: int) -> bool:
-        """Return whether a waiting reduction has already been waited for along both axes of its mesh."""
+        """Return whether the reduction of a bucket in `waiting` has been waited for along both axes of its mesh."""
         younger = len(self.launched) - self.waiting[bucket]
         return younger >= launched_until_over(shard_size, replicate_size, self.in_flight)

@@ -1,4 +1,4 @@
-"""Sizes for display. GiB = 2**30 bytes and GB = 10**9 bytes; fullshard always prints GiB with its unit."""
+"""Formats and calculates sizes. GiB = 2**30 bytes and GB = 10**9 bytes; fullshard always prints GiB with its unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUM_BLOCK_NBYTES = 512 * KIB
 
 
 def sum_blocks(terms: int, *, is_cast: bool) -> int:
-    """Return the extra memory blocks of a sum: one per level of its tree, plus casts. Two in place need none."""
+    """Return how many memory blocks a sum needs: one per tree level, plus one for casts, or 0 for two uncast terms."""
     return (terms - 1).bit_length() + is_cast if is_cast or terms > 2 else 0
 
 
@@ -37,7 +37,7 @@ def format_count(count: float) -> str:
 
 
 def parse_count(text: str) -> float | None:
-    """Parse the output of `format_count`, `7B`, or `15e9`. Return None for other text or if a float overflows."""
+    """Parse text such as `124.4 M`, `7B`, or `15e9`. Return None for any other text or if the number is too large."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
     if match is None:
         return None
@@ -50,7 +50,7 @@ PACKED_BLOCK_NUMEL = 256
 
 
 def packed_nbytes(numel: int, itemsize: int) -> int:
-    """Return the bytes of a message of `numel` elements of `itemsize` bytes, including scales if `itemsize` is 1.
+    """Return the size in bytes of a message of `numel` elements, which includes scales if `itemsize` is 1.
 
     The elements and the scales are each padded to a multiple of 16 bytes.
     """
@@ -59,7 +59,7 @@ def packed_nbytes(numel: int, itemsize: int) -> int:
 
 
 def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """Return the bytes that each rank sends to sum a buffer of `nbytes` by a reduce-scatter and an all-gather."""
+    """Return the number of bytes that each rank sends in an all-reduce of `nbytes` bytes over `ranks` ranks."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 

@@ -1,4 +1,4 @@
-"""Agreement among the ranks to stop: if one requests it, all ranks learn of it at the end of the same backward.
+"""Agreement among the ranks to stop. If one rank requests it, all ranks learn of it at the end of the same backward.
 
 The request is part of the message that ends every backward (`features.preemption`), so it adds no communication.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stopping:
-    """The stop request of this process.
+    """Whether this process requests to stop, and whether all ranks know of a request.
 
     Attributes:
         is_listened_to: Whether the script checks for requests to stop, which is the same on every rank.

@@ -1,8 +1,8 @@
 """The table of sharding strategies.
 
 A strategy has placements of parameters, gradients, and optimizer state on each mesh axis, and specifies whether
-unsharded parameters are freed after forward. These and the axis sizes determine all collectives. A collective runs
-if its axis has more than one rank and is skipped otherwise, so no other code depends on the name of a strategy.
+unsharded parameters are freed after forward. Together with the axis sizes, this determines all collectives. A
+collective runs if its axis has more than one rank, so no other code depends on the name of a strategy.
 
     gather  (shard axis)      sharded -> unsharded parameters      all-gather
     reduce  (shard axis)      partial -> sharded gradients         reduce-scatter
@@ -44,9 +44,9 @@ class Strategy:
 
     Attributes:
         name: The name that users write, such as `FULL_SHARD`.
-        code: The number in Accelerate, or None if it has none.
-        parameters, gradients, optimizer_state: The placements, all on the same axes. Whatever is sharded has the same
-            intervals.
+        code: The strategy's number in Accelerate, or None if Accelerate does not have this strategy.
+        parameters, gradients, optimizer_state: The placements, all on the same axes. All sharded tensors are divided
+            into the same intervals.
         frees_after_forward: Whether unsharded parameters are freed between forward and backward.
     """
 
@@ -64,12 +64,12 @@ class Strategy:
 
     @property
     def shards(self) -> bool:
-        """Return whether anything is sharded."""
+        """Return whether any tensor is sharded."""
         return Axis.SHARD in self.optimizer_state
 
     @property
     def is_hybrid(self) -> bool:
-        """Return whether the strategy has shard groups and replicas of them, and thus needs a shard size."""
+        """Return whether the strategy replicates shard groups, so that it needs a shard size."""
         return len(self.optimizer_state) == len(Axis)
 
     @property
@@ -79,7 +79,7 @@ class Strategy:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Return whether every rank accumulates unsharded gradients and reduces them in a step's last micro-batch."""
+        """Return whether every rank accumulates unsharded gradients and reduces them only in the last micro-batch."""
         return self.gradients.get(Axis.SHARD) is Placement.REPLICATE
 
     def freeing(self, after_forward: bool) -> Strategy | None:
@@ -88,7 +88,7 @@ class Strategy:
         return next((row for row in rows if row.frees_after_forward == after_forward), None)
 
     def with_axes(self, *axes: Axis) -> Strategy:
-        """Return the row with these axes and the same behavior after forward, or else the first row with these axes."""
+        """Return a row with these axes, which has the same behavior after forward if such a row exists."""
         rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
         return next((row for row in rows if row.frees_after_forward == self.frees_after_forward), rows[0])
 
@@ -134,7 +134,7 @@ class Strategy:
         keeps_parameters: bool = False,
         keeps_gradients: bool = False,
     ) -> bool:
-        """Return whether this row describes a mesh of this shape with this behavior after forward and backward."""
+        """Return whether the row fits a mesh of this shape and the given behavior after forward and between steps."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
         requested = (reshards_after_forward, keeps_parameters, keeps_gradients)
         own = (self.frees_after_forward, self.keeps_parameters, self.keeps_gradients)
@@ -162,7 +162,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def replicas(world_size: int, shard_size: int) -> int:
-    """Return the number of shard groups of this size. Raise `ConfigError` if it does not divide the world size."""
+    """Return the number of shard groups. Raise `ConfigError` if `shard_size` does not divide the world size."""
     if shard_size < 1 or world_size % shard_size:
         divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
         raise ConfigError(
@@ -175,7 +175,7 @@ _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
 
 
 def parse_strategy(value: object) -> Strategy:
-    """Return the row for a name (any case, with `-`, `_`, or a space), a code from 1 to 5, or a row itself.
+    """Return the strategy with a name (any case, with `-`, `_`, or a space) or code (1 to 5). Return a row unchanged.
 
     Raises:
         ConfigError: If there is no such strategy. The message lists all strategies.

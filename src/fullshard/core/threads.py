@@ -1,4 +1,4 @@
-"""Threads that stop before the interpreter shuts down.
+"""Starts threads that stop before the interpreter shuts down.
 
 Up to Python 3.13, an interpreter that shuts down kills each thread that returns to it. Torch's calls and Gloo's own
 threads return from C++ code, which cannot be killed this way, so the process aborts with "terminate called without an
@@ -26,7 +26,7 @@ _STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKe
 def start_thread(
     name: str, body: Callable[..., object], arguments: tuple[object, ...], stop: Callable[[], object]
 ) -> Thread:
-    """Start a daemon thread, and arrange that `stop` is called to end it before the interpreter shuts down.
+    """Start a daemon thread. `stop` is called to end the thread before the interpreter shuts down.
 
     `body` must not hold a reference to any object that stops the thread when it is deleted.
     """
@@ -39,7 +39,7 @@ def start_thread(
 
 @functools.cache
 def rest_at_exit() -> None:
-    """Stop these threads and wait for Gloo's threads when the interpreter shuts down.
+    """Register an exit handler that stops all threads from `start_thread` and waits for Gloo's threads.
 
     Exit handlers run in reverse order, so handlers that a script registers later can still use the threads.
     """
@@ -59,8 +59,8 @@ def _rest() -> None:
 def wait_for_gloo() -> None:
     """Wait until Gloo's threads have released the tensors of the last operation.
 
-    They release them after the operation ends and need the interpreter for this. A thread that did not run during the
-    sleep, and was not waiting to run, is waiting for its next operation, which will not come.
+    The threads need the interpreter to release the tensors after an operation ends. A thread that did not run during a
+    sleep and was not waiting to run has released them, and is now waiting for its next operation.
     """
     deadline = time.monotonic() + _GLOO_SECONDS
     before, now = None, _gloo_threads()
@@ -70,7 +70,7 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_threads() -> list[str]:
-    """Return the state and the context switches of each Gloo thread that runs operations. Works on Linux only."""
+    """Return the state and the number of context switches of each Gloo thread that runs operations (only on Linux)."""
     found = []
     for path in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # the thread may have just ended

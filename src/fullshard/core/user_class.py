@@ -1,4 +1,4 @@
-"""The class of a module before it became a unit (the base class of its current class) and its original forward."""
+"""The original class and the original forward of a module that has become a unit and thus has a new class."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ USER_CLASS = "_fullshard_user_class"
 
 
 def user_class(module: object) -> type:
-    """Return the class that the user wrote, which model architectures and layer classes refer to by name."""
+    """Return the class that the user wrote, by whose name model architectures and layer classes are identified."""
     cls = type(module)
     written: type = cls.__dict__.get(USER_CLASS, cls)
     return written
 
 
 def inner_forward(module: Any, key: str) -> Callable[..., Any]:
-    """Return the original forward, which is in the module's `__dict__` under `key`, or None for the class's forward.
+    """Return the original forward from the module's `__dict__[key]`, where None means the forward of the class.
 
-    A deep copy, whose `__dict__` also contains None, therefore runs the class's forward on itself.
+    A deep copy also contains this None, so it runs the forward of the class on itself.
     """
     replaced: Callable[..., Any] | None = module.__dict__[key]
     return replaced if replaced is not None else MethodType(type(module).forward, module)
