@@ -26,7 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -656,6 +656,15 @@ def worker_agents() -> None:
     launcher.forget_store(agent)
     assert agent._store is None
     assert "self._store = store" in inspect.getsource(LocalElasticAgent._rendezvous)
+
+
+@check("HOMES_OF_FULLY_SHARD", "USERS_OF_FULLY_SHARD")
+def homes_of_fully_shard() -> None:
+    names = {"fully_shard": fully_shard, "MixedPrecisionPolicy": MixedPrecisionPolicy}
+    for home in map(importlib.import_module, launcher.HOMES_OF_FULLY_SHARD):
+        assert any(getattr(home, name, None) is original for name, original in names.items()), home.__name__
+    for user in map(importlib.import_module, launcher.USERS_OF_FULLY_SHARD):
+        assert vars(user)["FSDPModule"] is FSDPModule
 
 
 class Asked(torch.Tensor):

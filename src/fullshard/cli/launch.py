@@ -22,6 +22,7 @@ from fullshard.config.load import load_file
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import SETTINGS
 from fullshard.config.settings import words_of
+from fullshard.config.switches import TAKE
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
@@ -147,7 +148,7 @@ def _start(line: CommandLine, plan: LaunchPlan) -> int:
             plan.per_host,
             plan.launch,
             {**plan.variables, **variables},
-            shared_settings(plan.resolved.config),
+            shared_settings(plan.resolved.config) | {TAKE.name: TAKE.read({**os.environ, **plan.variables})},
             plan.join_timeout,
             plan.last_call,
             line.option("tee"),

@@ -125,6 +125,7 @@ OPTIONS = (
     ),
     Option("module", "m", help="Run a module, as `python -m` does."),
     Option("no_python", help="Run a program that is not Python's."),
+    Option("take", metavar="NAMES", help="`fully_shard`: what the script imports from torch as this is fullshard's."),
     Option("dry_run", help="Print what would run on each host, and end."),
     Option(
         "print", metavar="slurm|kubernetes|trainjob", help="Print a batch script or a manifest that runs this, and end."

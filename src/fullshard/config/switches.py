@@ -87,6 +87,11 @@ TIMEOUT = Switch(
     form="a number of seconds",
     takes=_is_time,
 )
+TAKE = Switch(
+    "FULLSHARD_TAKE",
+    "which names of torch a program gets from fullshard, under `fullshard launch` or `python -m fullshard.take`",
+    {"none": "no names", "fully_shard": "`fully_shard`, `FSDPModule` and the names around them"},
+)
 TOKEN = Switch("FULLSHARD_TOKEN", "the secret shared by the launchers of a job on several hosts")
 CONFIG = Switch("FULLSHARD_CONFIG", "the file with the resolved configuration")
 LAUNCHER_PID = Switch(
@@ -121,7 +126,7 @@ HANDED_OVER = (
     ),
     Switch("FULLSHARD_TRAINER_HOOK", "the function that gives a script fullshard's Trainer"),
 )
-SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *HANDED_OVER)}
+SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TAKE, TIMEOUT, TOKEN, *HANDED_OVER)}
 """All variables by name. Those that the launcher sets come last."""
 
 

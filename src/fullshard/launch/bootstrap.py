@@ -5,7 +5,7 @@
     python bootstrap.py program NAME ARGUMENTS...
 
 The launcher starts this file by its path. The file uses only the standard library, so that the script starts with no
-modules imported other than those that plain Python imports.
+modules imported other than those that plain Python imports, unless names of torch are to be replaced.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ PREEMPTION_DIR = "FULLSHARD_PREEMPTION_DIR"
 
 TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 """Set by the command line: the module whose `install()` is called when a script imports Transformers."""
+
+TAKE = "FULLSHARD_TAKE"
+"""Set by a user or by the launcher: which names of torch the script gets from fullshard."""
 
 WATCHED = {
     "training.check_plan": (
@@ -156,6 +159,10 @@ def main() -> None:
     atexit.register(_end_if_failed)  # first registered, so it runs last
     atexit.register(leave_process_group)  # runs after the script's own handlers
     try:
+        if os.environ.get(TAKE):
+            from importlib import import_module
+
+            import_module("fullshard.launch.take").take()
         _run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
         if end.code in (None, 0):
@@ -288,7 +295,7 @@ def _end_if_failed() -> None:
 
 
 def _say_if_nothing_was_sharded() -> None:
-    if os.environ.get("RANK") != "0" or "FULLSHARD_CONFIG" not in os.environ:
+    if os.environ.get("RANK") != "0" or not {"FULLSHARD_CONFIG", TAKE} & os.environ.keys():
         return
     engine = sys.modules.get("fullshard.engine.extension")
     if engine is not None and engine.anything_was_sharded():

@@ -13,7 +13,7 @@ from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
 from fullshard.config.settings import plain_message
-from fullshard.config.switches import TIMEOUT
+from fullshard.config.switches import TAKE, TIMEOUT
 from fullshard.core.errors import ConfigError
 from fullshard.core.requirements import version_of
 from fullshard.launch import bootstrap
@@ -125,9 +125,25 @@ def make_plan(
         device,
         per_host,
         *_rendezvous_seconds(launch.rdzv_conf),
-        worker_environment(launch, device, per_host, environ),
+        {**worker_environment(launch, device, per_host, environ), **_taken(line)},
         worker_command(line),
     )
+
+
+def _taken(line: CommandLine) -> dict[str, str]:
+    """Return the variable that tells a process which names of torch to replace."""
+    if (entry := line.options.get("take")) is None:
+        return {}
+    if entry.value not in TAKE.values:
+        raise ConfigError(
+            f"{entry.origin} has the invalid value {entry.value!r}", hint=f"use {' or '.join(TAKE.values)}"
+        )
+    if line.kind == "program":
+        raise ConfigError(
+            f"{entry.origin} has no effect on a program that is not Python's",
+            hint="start Python inside the program with `python -m fullshard.take script.py`",
+        )
+    return {TAKE.name: str(entry.value)}
 
 
 def _without_effect(said: Resolved, device: str) -> Iterator[Note]:

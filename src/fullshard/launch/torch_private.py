@@ -20,6 +20,16 @@ OVERRIDDEN: Mapping[str, frozenset[str]] = {
 """Methods of torch's agent that fullshard overrides to end workers promptly. If torch renamed a method, the override
 would no longer be called. Since 2.0."""
 
+HOMES_OF_FULLY_SHARD = (
+    *("torch.distributed.fsdp._fully_shard", "torch.distributed.fsdp._fully_shard._fully_shard"),
+    *("torch.distributed.fsdp._fully_shard._fsdp_api", "torch.distributed._composable.fsdp"),
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+"""The private modules from which programs import `fully_shard` and its kin. Since 2.6."""
+
+USERS_OF_FULLY_SHARD = ("torch.distributed._composable.replicate_with_fsdp",)
+"""Modules with classes derived from those of torch's engine. They must be imported before a name changes. Since 2.9."""
+
 
 def worker_context(agent: LocalElasticAgent) -> Any:
     """Return the context of the workers' processes, or None before the first start. Since 2.0.
