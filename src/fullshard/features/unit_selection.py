@@ -33,7 +33,7 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         WrapError: The model does not identify them, they share a weight, or one of them is already a unit.
     """
     embedding, head = _named_by(model, "input"), _named_by(model, "output")
-    name, hint = type(model).__name__, "leave wrap_embeddings out"
+    name, hint = type(model).__name__, "remove wrap_embeddings"
     if embedding is None or head is None:
         raise WrapError(f"{name} does not identify its input embedding and its head", hint=hint)
     if {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}:

@@ -484,4 +484,4 @@ def _check_heads_and_experts(block: Block, where: str) -> None:
         wrong = f"a token is routed to {block.experts_per_token} experts, but there are only {block.experts}"
     else:
         return
-    raise ConfigError(f"{where}: {wrong}", hint="correct the numbers; a model with these cannot run")
+    raise ConfigError(f"{where}: {wrong}", hint="correct these numbers in the file")

@@ -156,7 +156,10 @@ class Job(View):
             "wrap_embeddings": self.wrap_embeddings,
         }
         if self.tp > 1 and (wrong := [name for name, is_there in besides.items() if is_there]):
-            raise ConfigError(f"the planner does not support tp together with {wrong[0]}", hint="leave one of them out")
+            raise ConfigError(
+                f"the planner does not support tp together with {wrong[0]}",
+                hint="remove one of the two settings",
+            )
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError(
                 "qlora computes in half precision, but base_dtype is float32",

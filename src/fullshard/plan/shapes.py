@@ -273,7 +273,7 @@ class ModelShape:
             raise ConfigError(
                 f"the input embedding and the head of {self.name} cannot be units: "
                 + ("they share a weight" if self.tied else "its shapes do not show them"),
-                hint="leave wrap_embeddings out",
+                hint="remove wrap_embeddings",
             )
         embedding = max(embeddings, key=lambda p: p.numel)
         names = [weight.name.rpartition(".")[0] for weight in (embedding, heads[0])]

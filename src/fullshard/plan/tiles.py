@@ -40,7 +40,7 @@ def tiled(model: ModelShape, parts: int) -> ModelShape:
         why = "its head is its embedding" if model.tied else "its layers are not Llama's"
         raise ConfigError(
             f"the planner does not support tensor parallelism for {model.name}, because {why}",
-            hint="leave tp out",
+            hint="remove tp",
         )
     cut = model.map(lambda unit, p: [_tile(p, parts)])
     units = [
