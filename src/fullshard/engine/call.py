@@ -140,7 +140,7 @@ class Calls:
         self._references: set[weakref.ref[Call]] = set()
 
     def add(self, call: Call) -> None:
-        """Add a call, as a weak reference."""
+        """Add a call. Only a weak reference to it is kept."""
         self._references.add(weakref.ref(call, self._references.discard))
 
     def clear(self) -> None:

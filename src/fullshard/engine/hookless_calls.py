@@ -1,9 +1,9 @@
 """Track calls without a post-backward hook, and the models that take part in the current backward.
 
-If backward computes no gradient for any input of a call, no hook signals that it has left the call. This may be so on
-some ranks only. The other ranks free the unit at this point, reduce its gradients, and gather again for an earlier
-call. They would wait forever for the ranks that do not. Therefore, whenever backward reaches a call of any model, this
-module ends the calls that backward must have left by then.
+If backward computes no gradient for any input of a call, no hook signals that backward has left the call. This may
+happen on some ranks only. The other ranks then free the unit, reduce its gradients, and gather again for an earlier
+call, so they would wait forever for the ranks without a hook. Therefore, whenever backward reaches a call of any model,
+this module ends the calls that backward must have left by then.
 """
 
 from __future__ import annotations

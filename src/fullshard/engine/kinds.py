@@ -124,7 +124,7 @@ class ParameterKind:
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec of a parameter, without a name yet, if this rank shards a tensor of shape `shape`."""
+        """Return the spec, still without a name, of a parameter of which this rank shards a tensor of `shape`."""
         return (RowSpec if slot.by_rows else ShardSpec)(mesh, shape, placement, Name(), reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor] | None:

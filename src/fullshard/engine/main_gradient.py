@@ -120,7 +120,7 @@ class MainGradient:
             self._versions = _versions(published)
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
-        """Return the tensor, shape (S,), whose views are all of the `.grad`s `first` to `last`, or None."""
+        """Return the tensor, shape (S,), of which `.grad`s `first` to `last` are all views, or None if they are not."""
         published = self._published[first : last + 1]
         grads = local_gradients(self._parameters[first : last + 1])
         return self._rounded if all(_are_there(published)) and are_same(grads, published) else None

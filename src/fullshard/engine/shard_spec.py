@@ -25,7 +25,7 @@ from fullshard.core.layout import Interval
 class RaggedShard(Placement):
     """A placement along the shard axis: the flattened elements are part of a bucket that is cut into equal shares.
 
-    Rank r owns the existing elements in [r * shard_numel - offset, (r + 1) * shard_numel - offset).
+    Rank r owns the elements of the tensor in [r * shard_numel - offset, (r + 1) * shard_numel - offset).
 
     `is_shard()` returns False, as for torch's own `_StridedShard`. Callers that get True (torch's redistribution and
     `parallel.fsdp`, and Transformers when it reads files) cut a tensor along `.dim`, but an interval has no such dim.
@@ -226,7 +226,7 @@ class ShardSpec:
         )
 
     def part(self, shape: Sequence[int], start: int) -> ShardSpec:
-        """Return the spec of a tensor of `shape` whose elements are those of this one from `start` on."""
+        """Return the spec of a tensor of `shape` that consists of this tensor's elements from index `start` on."""
         return self.moved(shape, RaggedShard(self.placement.shard_numel, self.placement.offset + start))
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
@@ -284,5 +284,5 @@ class RowSpec(ShardSpec):
     along_shard: Placement | None = Shard(0)
 
     def part(self, shape: Sequence[int], start: int) -> ShardSpec:
-        """Return the spec of a tensor of `shape` whose elements are those of this one from `start` on."""
+        """Return the spec of a tensor of `shape` that consists of this tensor's elements from index `start` on."""
         return self if self.shape == torch.Size(shape) else super().part(shape, start)

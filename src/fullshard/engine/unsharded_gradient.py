@@ -1,6 +1,6 @@
 """Unsharded gradients of one bucket, from autograd to the reduction of the bucket.
 
-    collect     copy (and cast) parameter.grad into `full` and free it                where autograd adds up its uses
+    collect     copy (and cast) parameter.grad into `full` and free it                when autograd has summed it
     hand_over   pass `full` to the reduction
 
 `full` exists from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. If the
