@@ -370,7 +370,7 @@ def test_data_files_lie_in_the_checkpoint_and_are_files(tmp_path: Path) -> None:
     (tmp_path / "another_way").symlink_to(directory)
     with pytest.raises(CheckpointError, match=rf"is a link to a file outside the checkpoint: {tmp_path}/outside"):
         _reader(directory / "out", record)
-    with pytest.raises(CheckpointError, match="pipe is no file"):
+    with pytest.raises(CheckpointError, match="pipe is not a regular file"):
         _reader(directory / "pipe", FileRecord(nbytes=0, crc32c=()))
     for path in (directory / "link", tmp_path / "another_way" / "in", tmp_path / "another_way" / "link"):
         _reader(path, record).close()

@@ -191,7 +191,7 @@ class MemoryCopies:
             raise CheckpointError(
                 f"{self.directory.parent} and host memory have {format_nbytes(free)} left, but copies of the state "
                 f"need {format_nbytes(needed)}",
-                hint="give the container more shared memory, use fewer ranks per host, or leave max_lost_steps out",
+                hint="give the container more shared memory, use fewer ranks per host, or omit max_lost_steps",
             )
         directory.mkdir(exist_ok=True)
 

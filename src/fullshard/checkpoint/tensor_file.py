@@ -468,5 +468,5 @@ def nbytes_inside(path: Location) -> int:
     if path.is_symlink() and path.resolve().parent != path.parent.resolve():
         raise CheckpointError(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is no file")
+        raise CheckpointError(f"{path} is not a regular file")
     return status.st_size

@@ -86,7 +86,7 @@ def _before_load_state_dict(
     if unit.is_pinned and replaces:
         raise LifecycleError(
             f"unit {unit.name!r}: load_state_dict(assign=True) would replace parameters that are kept unsharded",
-            hint="leave out assign, or load outside of `with unsharded(model)`",
+            hint="omit assign=True, or load outside of `with unsharded(model)`",
         )
     if unit.is_pinned:
         return
@@ -111,7 +111,7 @@ def _take(parameter: ShardedTensor, value: torch.Tensor) -> None:
         raise LifecycleError(
             f"load_state_dict(assign=True) of {parameter.name}: the value is {value.dtype}, but the parameter is "
             f"sharded as {parameter.dtype}",
-            hint="leave out assign to cast the value, or cast the model before sharding it",
+            hint="omit assign=True to cast the value, or cast the model before sharding it",
         )
     with torch.no_grad():
         parameter.copy_(value)

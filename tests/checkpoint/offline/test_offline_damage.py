@@ -287,7 +287,8 @@ def test_parts_of_dcp_that_run_code_or_lie(tmp_path: Path) -> None:
         assert f"{linked.name} is a link to a file outside the checkpoint" in message()
         linked.unlink()
         os.mkfifo(linked)
-        assert f"{linked.name} is no file" in message() or linked.name == ".metadata"  # then it is no checkpoint
+        # Without `.metadata` it is no checkpoint.
+        assert f"{linked.name} is not a regular file" in message() or linked.name == ".metadata"
         linked.unlink()
         (tmp_path / "outside").rename(linked)
     info.length = 2**50

@@ -182,8 +182,8 @@ class CodedBucket(Bucket):
         if changed := self.originals.take_changes():
             names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place under unsharded(), but it "
-                f"is stored as {self._form.name}",
+                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place under unsharded(), but "
+                f"weights that are stored as {self._form.name} cannot be changed",
                 hint="merge adapters with `fullshard merge`, or change the weights before the model is sharded",
             )
 
@@ -306,7 +306,7 @@ class Coded(ParameterKind):
             raise WrapError(
                 f"{names_in(roots, turned)}: the blocks should run along the second-to-last dim, but the weight is a "
                 "vector, or tensor parallelism splits its matrices",
-                hint="leave it out of the tensor-parallel plan, mark it without is_transposed, or load it with "
+                hint="remove it from the tensor-parallel plan, mark it without is_transposed, or load it with "
                 "dequantize=True",
             )
         beneath: dict[ParameterKind, list[Slot]] = {}

@@ -115,7 +115,7 @@ def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tupl
         weight.quant_state = state
         if getattr(state, "packing_format_for_cpu", False):
             raise WrapError(
-                f"the weight of {path or type(module).__name__} has the layout for inference on a CPU",
+                f"the weight of {path or type(module).__name__} has bitsandbytes' layout for inference on a CPU",
                 hint="shard the model before it runs in eval mode",
             )
         yield "weight.absmax", state, "absmax"

@@ -104,7 +104,7 @@ class SendQueues:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         if _LINE * (1 + peers.size) * 8 > _QUEUE_NBYTES - 24 * _QUEUE_DEPTH:
-            raise OSError(f"there is no room for the queue of {peers.size} ranks")
+            raise OSError(f"the shared memory has no room for a queue of {peers.size} ranks")
         nbytes = _QUEUE_NBYTES + 2 * HOST_NBYTES // peers.size  # divided equally among the ranks
         self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
         queues = [np.frombuffer(memory, np.int64, _QUEUE_NBYTES // 8) for memory in self._memories]

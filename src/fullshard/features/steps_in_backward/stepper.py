@@ -74,7 +74,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
     if type(optimizer) not in STEPS_IN_PARTS:
         raise OptimizerError(
             f"{type(optimizer).__module__}.{name} cannot step in backward, because it may keep data besides the state "
-            "of each parameter, so a part of it cannot step alone",
+            "of each parameter, so it cannot step one bucket at a time",
             hint=f"use one of torch.optim's classes: {', '.join(cls.__name__ for cls in STEPS_IN_PARTS)}",
         )
     sharded = sharded_parameters(optimizer)
@@ -85,7 +85,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(
-            f"{name} has differentiable=True and cannot step in backward, where nothing is differentiated"
+            f"{name} has differentiable=True and cannot step in backward, which does not record a graph"
         )
     half = next((p for p in sharded if p.bucket.compute_dtype is torch.float16 and p.requires_grad), None)
     if half is not None:
@@ -99,7 +99,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
         raise OptimizerError(
             f"{name} cannot step in backward, because the main weights or the optimizer state of {moved.name} are on "
             "the host",
-            hint="offload only compute shards, or leave out step_in_backward",
+            hint="offload only compute shards, or do not use step_in_backward",
         )
     stepper = _stepper_of(optimizer)
     models = [StepsInBackward.of(model) for model in dict.fromkeys(p.bucket.owner.schedule for p in sharded)]
@@ -184,7 +184,7 @@ class Stepper:
         if any(hook is not self for hook in torch_private.step_pre_hooks(optimizer).values()):
             raise LifecycleError(
                 f"{name} steps in backward, but it has a step pre-hook, which would run too late",
-                hint="remove the hook, or leave out step_in_backward",
+                hint="remove the hook, or do not use step_in_backward",
             )
         refuse_pinned(model.units, "backward steps the optimizer", "train outside `with unsharded(model)`")
         self._prepare(optimizer)
@@ -252,7 +252,7 @@ class Stepper:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise LifecycleError(
                 f"{type(optimizer).__name__}.step(closure) would run a backward that steps inside the step",
-                hint="call backward before step(), or leave out step_in_backward",
+                hint="call backward before step(), or do not use step_in_backward",
             )
         for part in self._parts.values():
             for parameter in part.parameters:

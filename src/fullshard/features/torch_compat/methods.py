@@ -23,7 +23,7 @@ def replicated(module: object, wrapper: str) -> LifecycleError:
     """Return the error to raise if `wrapper` is put around a module that is a unit or contains one."""
     return LifecycleError(
         f"{wrapper} around a sharded {user_class(module).__name__} would replicate this rank's intervals",
-        hint="leave out the wrapper: the units already reduce gradients over all ranks",
+        hint="remove the wrapper: the units already reduce gradients over all ranks",
     )
 
 
@@ -85,7 +85,7 @@ def _fixed(name: str, is_so: Callable[..., object], why: str) -> Callable[..., N
     def method(self: nn.Module, *args: Any, **options: Any) -> None:
         if not is_so(self, *args, **options):
             given = ", ".join([*map(str, args), *(f"{option}={value}" for option, value in options.items())])
-            raise LifecycleError(f"{name}({given}) is not supported: {why}", hint="leave out the call")
+            raise LifecycleError(f"{name}({given}) is not supported: {why}", hint="remove the call")
 
     method.__name__, method.__qualname__ = name, f"{TorchMethods.__name__}.{name}"
     method.__doc__ = f"Accept the value that matches the engine's behavior, and raise for any other: {why}."
@@ -171,8 +171,8 @@ class TorchMethods(FSDPModule):
             # Use torch's exact text, which scripts may compare. The details are in a note.
             error = ConfigError("stream cannot be set when using native HSDP")
             error.add_note(
-                f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, which are reduced over already\n"
-                "hint: leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook"
+                f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, over which gradients are reduced anyway\n"
+                "hint: omit stream, or shard over a 1-D mesh and reduce between replicas in the hook"
             )
             raise error
         unit.reduction.hook = hook if hook is None or stream is None else functools.partial(_on_stream, hook, stream)

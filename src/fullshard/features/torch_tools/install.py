@@ -223,7 +223,7 @@ def _refuse_to_send(tensor: object) -> None:
             f"rank {tensor.spec.mesh.rank}: a collective was called with {tensor.name}, but each rank holds different "
             "elements of it",
             hint=(
-                "leave out the collective, because gradients are already averaged over all ranks; use .full_tensor() "
+                "remove the collective, because gradients are already averaged over all ranks; use .full_tensor() "
                 "for the complete tensor"
             ),
         )
