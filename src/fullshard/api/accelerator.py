@@ -60,7 +60,7 @@ _RNG_TYPES = {"generator", "torch", "cuda"}
 
 
 Listener = Callable[[Sequence[nn.Module], Sequence[torch.optim.Optimizer]], None]
-"""A function that receives all prepared models and optimizers of an Accelerator, each time one is added."""
+"""A function that is called with all prepared models and optimizers of an Accelerator, each time one is added."""
 
 _LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
 

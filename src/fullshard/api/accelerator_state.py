@@ -20,7 +20,7 @@ from fullshard.api.refused import ONE_ENGINE
 from fullshard.api.state import ProcessState, launched_device
 
 _TOLD: list[PartialState] = []
-"""The most recent state, in a list of at most one item."""
+"""The state that was published last, in a list with at most one item."""
 
 
 class PartialState(Processes):

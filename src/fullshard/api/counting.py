@@ -23,7 +23,7 @@ from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 _SEQUENCES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _CLASSES = ("AutoModelForCausalLM", *_SEQUENCES, "AutoModelForImageTextToText", "AutoModelForMaskedLM", "AutoModel")
-"""The classes to look for in a family. If the file names no architecture, the first class that exists is planned."""
+"""If the configuration names no architecture, the first of these classes that supports its model type is planned."""
 
 
 def count(values: Mapping[str, Any]) -> ModelShape:

@@ -109,13 +109,13 @@ class ShardedDataLoader(DataLoader[Any]):
         self._seed, self._number = broadcast_object(said) if world_size > 1 else said
 
     epoch: int = forwarded("_place.current.epoch")
-    """Iterations so far, or the number given to `set_epoch`."""
+    """The number of iterations so far, or the number that was passed to `set_epoch`."""
     iteration: int = forwarded("epoch")
     """The epoch, under Accelerate's name."""
     end_of_dataloader: bool = forwarded("_place.innermost.is_last")
     """True in the last step."""
     order_number: int = forwarded("_place.innermost.order_number")
-    """The number of this iteration's order. A rank with another number reads the wrong samples."""
+    """The number of the order of this iteration. If it differs between ranks, they read the wrong samples."""
     _real: Real | None = forwarded("_place.innermost.real")
 
     @property

@@ -16,7 +16,7 @@ from fullshard.api.dealing import Real
 from fullshard.core.errors import DataError
 
 Given = tuple[Any, Real | None]
-"""A batch, and the real part of its round if it is known."""
+"""A batch, and the real part of its round, or None if that is unknown."""
 
 _Parcel = tuple[list[Given], bool, str]
 """Rank 0's message for one step: at most one batch, whether it is the last, and rank 0's error if it failed."""

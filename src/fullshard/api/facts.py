@@ -50,7 +50,7 @@ class Facts(Gathering):
         return self.mixed_precision in ("bf16", "fp16")
 
     parallelism_config: Any = forwarded("state.parallelism_config")
-    """The configuration that the script passed."""
+    """The `ParallelismConfig` that the script passed, or None."""
 
     @functools.cached_property
     def torch_device_mesh(self) -> DeviceMesh | None:
@@ -105,7 +105,7 @@ class Facts(Gathering):
     split_batches: bool = forwarded("dataloader_config.split_batches", bool)
     """True if a loader's batch size counts the samples of all ranks together."""
     dispatch_batches: bool = forwarded("dataloader_config.dispatch_batches", bool)
-    """True if rank 0 reads for all ranks."""
+    """True if rank 0 reads the batches of all ranks."""
     even_batches: bool = forwarded("dataloader_config.even_batches", bool, may_set=True)
     """True if loaders prepared from now on fill up an incomplete last step of an epoch."""
     use_seedable_sampler: bool = forwarded("dataloader_config.use_seedable_sampler", bool)

@@ -37,7 +37,7 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import traffic_of
 
 AT_STEP = 3
-"""The optimizer step to compare, counted from 1. Step 1 has another schedule and no optimizer state."""
+"""The optimizer step that is compared, counted from 1. Step 1 has a different schedule and no optimizer state."""
 
 _SENT = {
     "to_device_nbytes": "copied to the device",

@@ -33,7 +33,7 @@ _SAME_MEMORY = 0.15
 """The fraction of a device's memory that its driver may reserve."""
 
 _OF_PEFT = "base_model.model."
-"""The path of a model inside PEFT's wrapper, with a dot."""
+"""The prefix that PEFT's wrapper adds to the names of a model's parameters."""
 
 
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:

@@ -53,7 +53,7 @@ PLUGIN = Dialect(
     prefix="fsdp_",
     finish=finish_fsdp,
 )
-"""The plugin's fields, which are the keys of `fsdp_config`. Fields that hold objects are read below."""
+"""The plugin's fields, which have the same names as the keys of `fsdp_config`. Fields for objects are read below."""
 
 _NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")

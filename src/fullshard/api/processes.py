@@ -27,11 +27,11 @@ class Processes:
     device: torch.device = forwarded("process.device")
     """The device on which this rank computes."""
     num_processes: int = forwarded("process.environment.world_size")
-    """World size."""
+    """The world size."""
     process_index: int = forwarded("process.environment.rank")
-    """Rank."""
+    """The rank of this process."""
     local_process_index: int = forwarded("process.environment.local_rank")
-    """Rank on this host."""
+    """The rank of this process on its host."""
     use_distributed = Theirs.use_distributed
     is_main_process, is_local_main_process = Theirs.is_main_process, Theirs.is_local_main_process
     is_last_process, print = Theirs.is_last_process, Theirs.print

@@ -16,24 +16,24 @@ ARGUMENTS = {
     "megatron_lm_plugin": _MODEL_PARALLEL,
     "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
 }
-"""Arguments of the Accelerator, in the order of its signature."""
+"""Refused arguments of the Accelerator, in the order of its signature, with the reasons."""
 
 METHODS = {
     **dict.fromkeys(("pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
     "deepspeed_ulysses_dl_adapter": _MODEL_PARALLEL,
     "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
 }
-"""Methods and properties of the Accelerator."""
+"""Refused methods and properties of the Accelerator, with the reasons."""
 
 HANDLERS = dict.fromkeys(("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), INSTEAD_OF_FP8)
-"""Kinds of `kwargs_handlers`."""
+"""Refused kinds of `kwargs_handlers`, with the reasons."""
 
 NAMES = {
     "DeepSpeedPlugin": ONE_ENGINE,
     "prepare_pippy": _MODEL_PARALLEL,
     "DDPCommunicationHookType": "gradients are not reduced by DDP; precision.reduce_as rounds what is sent",
 }
-"""Names that can be imported from `accelerate`."""
+"""Refused names that can be imported from `accelerate`, with the reasons."""
 
 ACCELERATES_OWN = (
     "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedType",

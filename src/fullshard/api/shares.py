@@ -112,7 +112,7 @@ class _DealtSampler(Sampler[Any]):
         self.next_iteration: tuple[int, int, int, list[Real]] | None = None
 
     even_batches: bool = forwarded("_deal.even", may_set=True)
-    """True if an incomplete last step is filled up. Scripts set this name of Accelerate's."""
+    """True if an incomplete last step is filled up. Scripts set this attribute, which Accelerate also has."""
 
     def __getattr__(self, name: str) -> Any:
         # Scripts reach through it: batch_size, drop_last, sampler. Not before __init__ (unpickling).

@@ -43,7 +43,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., A
     ("accelerate.data_loader", "skip_first_batches", _with_loader, skip_first_batches),
     ("trl.models.utils", "prepare_fsdp", _accelerators, _prepare_for_inference),
 )
-"""Each function of another library to replace: its place, its name, the test of its arguments, and the replacement."""
+"""Functions of other libraries to replace: (module, name, test whether arguments are fullshard's, replacement)."""
 
 
 def teach_libraries() -> None:

@@ -49,32 +49,32 @@ wrap_function: Callable[[Any], Callable[[nn.Module], Any]] = attrgetter("_lambda
 # -- a device that is not there ---------------------------------------------------------------------------------
 
 DispatchMode = _python_dispatch.TorchDispatchMode
-"""A context that sees every operation, for a class to derive from. Since 2.0."""
+"""A base class for contexts that intercept every operation. Since 2.0."""
 
 leaves_of: Callable[[Any], list[Any]] = _pytree.tree_leaves
-"""The leaves of lists, tuples and dicts of arguments. Without it, memory that an operation takes in a list would not be
-counted. Since 2.0."""
+"""Returns the leaves of nested lists, tuples and dicts of arguments. Without it, tensors that an operation takes in a
+list would not be counted. Since 2.0."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""An operation's arguments, and which of them it returns. Without it a view would cost as much as a copy. Since 2.0."""
+"""The schema of an operation. It shows whether the result is a view, which costs less than a copy. Since 2.0."""
 
 read_item = torch.ops.aten._local_scalar_dense
-"""Reads a number, for which the host waits. Since 2.0."""
+"""The operation that reads a number from the device, for which the host waits. Since 2.0."""
 
 copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero_
-"""Write their first argument, and do not read it. Since 2.0."""
+"""Operations that write their first argument without reading it. Since 2.0."""
 
 view_of_a_product = torch.ops.aten._unsafe_view
-"""Another shape of a product's fresh result; its schema does not say so, and it launches nothing. Since 2.0."""
+"""Reshapes the result of a product. It launches no kernel, although its schema does not declare a view. Since 2.0."""
 
 grouped_matmul = torch.ops.aten._grouped_mm
-"""Multiplies rows by the weights of experts; the counter of FLOP does not know it. Since 2.8."""
+"""Multiplies rows by the weights of experts. torch's FLOP counter has no formula for it. Since 2.8."""
 
 shapes_learnt = (
     Replaced.of(FakeTensorMode, "__torch_dispatch__"),
     Replaced.of(_op_schema, "_rebuild_tensor_from_dtensor_meta"),
 )
-"""Under these torch makes tensors to learn a shape, which take no memory. Since 2.0, and 2.5 for DTensor."""
+"""Functions that create tensors only to infer shapes. These tensors take no memory. Since 2.0, and 2.5 for DTensor."""
 
 fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devices")
 """The devices that have fused optimizers. Since 2.3."""

@@ -25,7 +25,7 @@ _NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, a
 """Operations that allocate or inspect a tensor without launching a kernel."""
 
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
-"""Operations that read as many bytes as they write, however large the table is."""
+"""Operations that read as many bytes as they write, regardless of the size of the table that they read from."""
 
 _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, torch_private.zero_all}
 """Operations that write their first argument without reading it."""

@@ -26,7 +26,7 @@ from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
 
 _GRAIN = 512
-"""The size in bytes to which CUDA's allocator rounds up."""
+"""CUDA's allocator rounds sizes up to a multiple of this number of bytes."""
 
 
 class VirtualEvent:

@@ -29,7 +29,7 @@ from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 
 STEPS = 2
-"""The first step creates the optimizer's state and records the order of units. All later steps are alike."""
+"""Number of steps. The first creates the optimizer state and records the order of units. Later ones are identical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,7 +261,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
 
 
 _OWN_MASK = ("bloom", "opt")
-"""Families that derive positions from a mask of two axes. Without a mask, they read no values."""
+"""Families that derive positions from a two-dimensional mask, and therefore get no mask here."""
 
 
 def _loss(model: nn.Module, job: Job) -> torch.Tensor:
