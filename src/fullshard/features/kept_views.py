@@ -1,8 +1,8 @@
-"""Module attributes that forward sets to views of their unit's parameters (`self.cache = self.q[:3]`).
+"""Views of parameters that forward stores in module attributes, such as `self.cache = self.q[:3]`.
 
-They are valid in the next forward, which fills the same memory again. Until then they must not be read, so while the
-unit is sharded they are replaced with an object that raises an error. Lists, tuples and dicts are searched; other
-objects are not.
+The views are valid again in the next forward, because unsharding refills the same memory. Until then they must not be
+read, so they are replaced while the unit is sharded with an object that raises an error. Attributes that are lists,
+tuples or dicts are searched; other objects are not.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _EVERY_MODULES = frozenset(vars(nn.Module()))
 
 
 class KeptViews(Extension):
-    """Track the views of parameters that forward leaves on one model's modules."""
+    """Tracks, for one model, the views of parameters that forward has stored in module attributes."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._views: dict[UnitParameters, _Views] = {}
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over the views of a model that became part of this one."""
+        """Take over the views of a model that has become part of this model."""
         self._views |= cast("KeptViews", earlier)._views
 
     def unit_ran(self, unit: Unit) -> None:
-        """Find the views that a forward has left on modules."""
+        """Find the views that the unit's forward has stored in module attributes."""
         views = self._views.get(unit)
         if views is None:
             views = self._views[unit] = _Views(unit)
         views.look()
 
     def unsharded(self, unit: UnitParameters) -> None:
-        """Restore the views."""
+        """Restore the unit's views, which are valid again."""
         if (views := self._views.get(unit)) is not None:
             views.show()
 
@@ -55,7 +55,7 @@ class KeptViews(Extension):
 
 
 class _Views:
-    """The kept views of one unit."""
+    """The views of one unit's parameters that are stored in module attributes."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -64,7 +64,10 @@ class _Views:
         self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def look(self) -> None:
-        """Find views after the first forward of each kind: training or not, with gradients or without."""
+        """Search the module attributes for views of the unit's parameters.
+
+        This is done only after the first forward with each combination of training mode and gradient mode.
+        """
         kind = self._unit.modules[0].training, torch.is_grad_enabled()
         if kind not in self._looked:
             self._looked.add(kind)
@@ -77,7 +80,7 @@ class _Views:
         return not isinstance(tensor, (nn.Parameter, _Freed)) and self._unit.has_view(tensor)
 
     def hide(self) -> None:
-        """Replace each view with an object that raises an error, because its memory will be freed."""
+        """Replace each view with an object that raises an error, because the memory of the parameters will be freed."""
         for holder, attribute, path in self._places.values():
             freed = _Freed.of(
                 f"unit {self._unit.name!r}: {path} is a view of one of its parameters, and their memory has been freed"
@@ -92,7 +95,7 @@ class _Views:
         return freed if self._is_kept(tensor) else tensor
 
     def show(self) -> None:
-        """Restore the views, unless the script has assigned other values since."""
+        """Restore the views, except for attributes that the script has assigned in the meantime."""
         while self._hidden:
             holder, attribute, value, hidden = self._hidden.pop()
             if holder.get(attribute) is hidden:
@@ -100,7 +103,7 @@ class _Views:
 
 
 def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield each module attribute that scripts have set, as its holder, name and path."""
+    """Yield the dict, key and path of each module attribute that is set by the user's code, including buffers."""
     for module in modules:
         for name, inner in module.named_modules():
             place = f"{name or type(module).__name__}."
@@ -114,13 +117,13 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class _Freed(torch.Tensor):
-    """A tensor without memory that replaces a freed view."""
+    """A tensor without memory that takes the place of a view while the unit is sharded."""
 
     _why: str
 
     @classmethod
     def of(cls, why: str) -> _Freed:
-        """Return a replacement that raises an error with the message `why` when used."""
+        """Return a tensor that raises an error with the message `why` when it is used."""
         self: _Freed = torch_private.made_as(cls, torch.empty(0), requires_grad=False)
         self._why = why
         return self

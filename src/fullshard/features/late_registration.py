@@ -1,8 +1,9 @@
-"""Refuse parameters and modules added to a model after sharding, because no unit would own them.
+"""Raise an error when parameters or modules are added to a model after sharding.
 
-Their gradients would not be reduced either. torch calls a hook for every registered parameter and module, and these
-calls are counted. A script that writes directly to `_parameters` or `_modules` changes the number or the identity of
-their entries. The model is searched only when one of these has changed, at its next forward.
+No unit would own them, and their gradients would not be reduced. To detect them cheaply, torch hooks count how many
+parameters and modules are registered. A script can also write directly to `_parameters` or `_modules`, which changes
+the number of parameters or the identity of the modules there. Only if one of these has changed, the model is searched
+at its next forward.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ def _count(module: nn.Module, _name: str, _value: object) -> None:
 
 @functools.cache
 def _count_registrations() -> None:
-    """Start to count registrations. The hooks run for every module, so they are installed on first use only."""
+    """Install hooks that count every registration of a parameter or module.
+
+    The hooks run for every module of the process, so they are installed only when a model is sharded.
+    """
     register_module_parameter_registration_hook(_count)
     register_module_module_registration_hook(_count)
 
 
 class LateRegistration(Extension):
-    """Detect parameters and modules that are added to one model."""
+    """Detects parameters and modules that are added to a model after sharding."""
 
     def assembled(self) -> None:
-        """Remember the model's parameters and their places."""
+        """Remember which parameters the model has and which modules hold them."""
         _count_registrations()
         self._units = units = self.model.units
         self._places = {(id(m), attribute) for unit in units for slot in unit.slots for m, attribute in slot.owners}
@@ -57,7 +61,7 @@ class LateRegistration(Extension):
         self._known_children: list[nn.Module | None] = []
 
     def forward_begins(self) -> None:
-        """Raise an error for parameters and modules that were added since the model's last forward."""
+        """Raise an error if parameters or modules have been added to the model since its last forward."""
         children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
         count = sum(map(len, self._parameters))
         is_known = self._known_count == count and are_same(children, self._known_children)
@@ -93,7 +97,7 @@ class LateRegistration(Extension):
         )
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules with their paths."""
+        """Yield all modules of the model with their paths."""
         for outermost in self._units[-1:]:
             for root in outermost.modules:
                 yield from root.named_modules()

@@ -1,12 +1,13 @@
 """The bucket of a parameter that defines its own all-gather (`features.extended.protocol`).
 
     main              a plain tensor, as in any bucket, but with complete rows on each rank and only one parameter
-    rows              the extended parameter around `main`. Before every all-gather it returns the tensors to send
-                      (for composed parameters see `features.extended.composed`)
-    outputs           the gathered tensors, one for each tensor that `rows` has sent
-    unsharded         the extension's tensor, built from the first outputs; modules hold it as parameter in forward
+    rows              a parameter of the extension's class that wraps `main`. Before every all-gather it returns the
+                      tensors to send (for composed parameters see `features.extended.composed`)
+    outputs           the gathered tensors, one for each tensor that is sent
+    unsharded         the tensor that the extension builds from the first outputs; modules use it as their parameter
+                      in forward
 
-Later gathers refill the same memory, because autograd may have saved views of it.
+Later all-gathers refill the same memory, because autograd may have saved views of it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fullshard.wrap.partition import Slot, Values
 
 
 class ExtendedParameter(ShardedParameter):
-    """A sharded parameter that stores the extension's tensor where torch's `fully_shard` does."""
+    """A sharded parameter whose `_local_tensor` is a tensor of the extension's class, as in torch's `fully_shard`."""
 
     rows: torch.Tensor
 
@@ -49,12 +50,12 @@ class ExtendedParameter(ShardedParameter):
         torch_private.put_local(self, value)
 
     def to_local(self, **options: Any) -> torch.Tensor:
-        """Return this rank's part, as for other sharded parameters."""
+        """Return the plain tensor with this rank's part, as other sharded parameters do."""
         return self.view(self.shape).to_local(**options)  # type: ignore[attr-defined, no-any-return]
 
 
 class ExtendedBucket(Bucket):
-    """The bucket of one extended parameter. It takes the same arguments as `Bucket`, with one slot."""
+    """The bucket of one extended parameter. It takes the same arguments as `Bucket`, but exactly one slot."""
 
     buffer: ExtendedBuffer
     parameter_type: type[ShardedParameter] = ExtendedParameter
@@ -68,7 +69,10 @@ class ExtendedBucket(Bucket):
             parameter.rows = self.buffer.rows
 
     def _allocate(self, weights: Values | None) -> None:
-        """Copy this rank's rows and gather once on every rank, to find out which tensors to bind."""
+        """Copy this rank's rows, and set up the memory that the parameter is gathered into.
+
+        This gathers the parameter once, because only the extension knows which tensors it gathers.
+        """
         [slot] = self.slots
         extended = slot.parameter
         if self.plan.main_is_on_host:
@@ -90,7 +94,7 @@ class ExtendedBucket(Bucket):
         self.reshard()
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:
-        """Fill `main` and wrap it in the extended parameter, with the same number of rows on every rank."""
+        """Fill `main` and return a tensor of the extension's class around it. All ranks get the same number of rows."""
         extended = slot.parameter
         self.main = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.mesh.device)
         interval, own = self.layout.interval(0, self.mesh.shard_rank), self.main[self.slices[0]]
@@ -105,11 +109,14 @@ class ExtendedBucket(Bucket):
 
     @property
     def full_nbytes(self) -> int:
-        """Return the bytes of the outputs and of other tensors that the extension has made."""
+        """Return the size in bytes of the gathered tensors and of other tensors that the extension has allocated."""
         return self.buffer.whole_nbytes
 
     def write_back(self) -> None:
-        """Raise an error if a parameter changed, because the extension's tensors cannot be converted back to rows."""
+        """Raise an error if the unsharded parameter has changed.
+
+        The extension's tensors cannot be converted back to rows, so the change would be lost.
+        """
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
@@ -119,23 +126,24 @@ class ExtendedBucket(Bucket):
             )
 
     def make_gradient(self) -> None:
-        """Prepare to collect gradients.
+        """Prepare the bucket to collect gradients.
 
-        The storage of a wrapper tensor does not show whether forward replaced its data, so it is not checked.
+        Other buckets check whether forward has replaced a parameter's data. This is not possible here, because the
+        storage of a wrapper tensor does not show it.
         """
         self.gradient = Gradient(self, self.sharded_parameters, storage_id=None)
         self.has_gradient = True
 
 
 class ExtendedBuffer(FullBuffer):
-    """The memory that one extended parameter is unsharded into; `dtype` is the compute dtype.
+    """The memory that one extended parameter is unsharded into. `dtype` is the compute dtype.
 
     Attributes:
-        rows: an instance of the parameter's class with the rows of this rank, including padding.
-        unsharded: the parameter that modules hold in forward.
-        full: the unsharded parameter without autograd.
-        storage_ids: ids of all storages that unsharding fills.
-        whole_nbytes: bytes of these storages.
+        rows: this rank's rows, including padding, as an instance of the parameter's class.
+        unsharded: the parameter that modules use in forward.
+        full: the unsharded parameter, detached from autograd.
+        storage_ids: ids of all storages that are filled when the parameter is unsharded.
+        whole_nbytes: total size of these storages in bytes.
     """
 
     def __init__(
@@ -162,12 +170,12 @@ class ExtendedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that `free` would release now."""
+        """Return the number of bytes that `free` would release now."""
         return sum(buffer.nbytes for buffer, _ in self._outputs) + sum(storage.nbytes() for storage, _ in self._beside)
 
     @torch.no_grad()
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Ask the extension for the tensors to send and all-gather them; `exactly` has no effect."""
+        """Ask the extension for the tensors to send, and start to all-gather them. `exactly` has no effect."""
         inputs, metadata = self._ask()
         if not self._outputs:
             self._outputs = [self._output(tensor) for tensor in inputs]
@@ -184,7 +192,10 @@ class ExtendedBuffer(FullBuffer):
         return ([inputs] if isinstance(inputs, torch.Tensor) else list(inputs)), metadata
 
     def _output(self, tensor: torch.Tensor) -> tuple[FullBuffer, torch.Tensor]:
-        """Return memory for tensors like `tensor` from all ranks, and the concatenated view for the extension."""
+        """Allocate memory for the gathered form of `tensor`, which the extension wants to send.
+
+        Return the buffer, and a view of it in which the ranks' tensors are concatenated, for the extension.
+        """
         nbytes = tensor.nbytes * self._mesh.shard_size
         buffer = self._mesh.gather.full_buffer(nbytes, torch.uint8, self._mesh.device, holds_main=False)
         output = buffer.full.view(tensor.dtype).view(-1, *tensor.shape[1:])
@@ -217,20 +228,20 @@ class ExtendedBuffer(FullBuffer):
         return self.unsharded
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Free the outputs and other tensors that the extension has made, unless `keeps_memory` is set."""
+        """Free the gathered tensors and others that the extension has allocated, unless `keeps_memory` is set."""
         for buffer, _ in self._outputs:
             buffer.free(keeps_memory=keeps_memory)
         for storage, _ in self._beside if not keeps_memory else ():
             storage.resize_(0)
 
     def wait_for_readers(self) -> None:
-        """Wait for ranks that are still reading this memory; see `FullBuffer`."""
+        """Wait until no other rank reads this memory any more, as `FullBuffer.wait_for_readers` does."""
         for buffer, _ in self._outputs:
             buffer.wait_for_readers()
 
 
 def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Create an instance of an extended parameter's class with the given shape."""
+    """Create a tensor of an extended parameter's class with the given shape, filled with zeros."""
     rows = extended.detach().new_zeros(shape, device=device)
     if type(rows) is not type(extended.detach()):
         raise LifecycleError(
@@ -241,7 +252,7 @@ def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device)
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the shard axis as a torch mesh, which extensions reduce over."""
+    """Return the shard axis of the mesh as a torch `DeviceMesh`, which extensions use for their own reductions."""
     kind = mesh.device.type
     if mesh.shard_group is not None:
         return DeviceMesh.from_group(mesh.shard_group, kind)

@@ -1,11 +1,11 @@
-"""Composed parameters (`features.extended.protocol`) wrap several tensors, such as int8 weights and scales.
+"""Support for composed parameters (`features.extended.protocol`), which wrap several tensors, such as codes and scales.
 
     rows              this rank's part, an instance of the parameter's class; optimizers update it with the operations
-                      of the class, as under torch's `fully_shard`
+                      that the class defines, as with torch's `fully_shard`
     main              empty: each tensor that `rows` wraps has its own memory, allocated by the class
-    sharded parameter a DTensor around `rows`; gradients and optimizer state have the shape of rows, too
+    sharded parameter a DTensor around `rows`; gradients and optimizer state have the same shape as the rows
 
-An unsharded parameter is assembled from its inner tensors, each gathered in its own dtype and shape.
+An unsharded parameter is assembled from its inner tensors. Each of them is gathered in its own dtype and shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from fullshard.wrap.partition import Slot, Values
 
 
 class ComposedSpec(ShardSpec):
-    """The spec of a composed parameter sharded by rows; `composition` assembles the unsharded parameter."""
+    """The spec of a composed parameter that is sharded by rows. `composition` describes how to unshard it."""
 
     def __init__(self, *args: Any, composition: Composition, **options: Any) -> None:
         super().__init__(*args, **options)
         self._composition = composition
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the unsharded parameter, or a tensor of its class computed from one. This is a collective."""
+        """Gather the unsharded tensor. This is a collective.
+
+        `local` is this rank's part of the parameter, or of a tensor computed from it.
+        """
         if not isinstance(local, self._composition.kind):
             return super().gather(local)
         wholes = {
@@ -43,7 +46,10 @@ class ComposedSpec(ShardSpec):
         return self._composition.make(wholes, self.shape)
 
     def inner_specs(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, ShardSpec | None]]:
-        """Return the inner tensors of this rank's rows by name, each with its spec, or None if replicated."""
+        """Return the inner tensors of this rank's rows by name, each with its spec.
+
+        The spec is None if the inner tensor is replicated.
+        """
         return {
             name: (inner, self._inner_spec(f"{self.name}.{name}", inner, self._composition.shapes[name]))
             for name, inner in inner_tensors(local).items()
@@ -67,40 +73,43 @@ class ComposedSpec(ShardSpec):
 
 
 class ComposedParameter(ShardedParameter):
-    """A sharded parameter with rows on each rank, as an instance of the user's class. Its gradient is plain."""
+    """A sharded parameter whose rows on each rank are an instance of the user's class.
+
+    Its gradient is a plain tensor.
+    """
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
-        """Return a tensor with the parameter's layout around this rank's rows, which may be flat."""
+        """Return a `ShardedTensor` with the parameter's layout around this rank's rows, which may be flattened."""
         return ShardedTensor(local.view(self.spec.local_shape) if local.dim() == 1 else local, self.spec)
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
-        """Publish a gradient in flat form, as the engine keeps it."""
+        """Set the parameter's gradient to `local_grad`, flattened as the engine expects."""
         super().publish(None if local_grad is None else local_grad.reshape(-1))
 
 
 class ComposedBucket(ExtendedBucket):
-    """The bucket of one composed parameter. It takes the same arguments as `Bucket`, with one slot."""
+    """The bucket of one composed parameter. It takes the same arguments as `Bucket`, but exactly one slot."""
 
     parameter_type = ComposedParameter
     _spec: ShardSpec
     _own: torch.Tensor
 
     def shard_spec(self, index: int) -> ShardSpec:
-        """Return the spec that was computed from the unsharded parameter before it was released."""
+        """Return the spec, which was computed from the unsharded parameter before its memory was released."""
         return self._spec
 
     def weights(self, index: int) -> torch.Tensor:
-        """Return this rank's rows, without padding."""
+        """Return this rank's rows without the padding."""
         return self._own
 
     @property
     def main_version(self) -> int:
-        """Return the total number of in-place changes of the inner tensors."""
+        """Return how many times the inner tensors have been changed in place, in total."""
         return sum(inner._version for inner in inner_tensors(self._own).values())
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """Return the tensors that the rows wrap, including padding."""
+        """Return the inner tensors of this rank's rows, including the padding."""
         return list(inner_tensors(self.buffer.rows).values())
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:

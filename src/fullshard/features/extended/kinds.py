@@ -1,4 +1,4 @@
-"""The two kinds of parameters that define their own all-gather; see `features.extended.protocol`."""
+"""The two kinds of parameters that define their own all-gather: extended and composed parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fullshard.wrap.partition import Slot
 
 
 class Extended(ParameterKind):
-    """An extended parameter that wraps one plain tensor of the same shape and dtype."""
+    """The kind of parameters that define their own all-gather and wrap one plain tensor of the same shape and dtype."""
 
     bucket_type = ExtendedBucket
     is_alone = True
@@ -38,7 +38,7 @@ class Extended(ParameterKind):
     why_no_cast = "that define their own all-gather"
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter defines its own all-gather."""
+        """Return whether a tensor defines its own all-gather."""
         return is_extended(tensor)
 
     def why_not(self, parameter: torch.Tensor) -> str:
@@ -51,27 +51,27 @@ class Extended(ParameterKind):
         return wrapped_by(parameter).detach()
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Make a parameter wrap other memory."""
+        """Make a parameter wrap the tensor `plain` instead of its current one."""
         wrapped_by(parameter).data = plain
         if parameter.dtype != plain.dtype:
             parameter.data = parameter.detach().to(plain.dtype)  # only for its dtype, which autograd uses
 
 
 class Composed(Extended):
-    """An extended parameter that wraps several tensors, or one of another shape or dtype."""
+    """The kind of extended parameters that wrap several tensors, or one tensor of another shape or dtype."""
 
     bucket_type = ComposedBucket
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter defines its own all-gather and wraps more than one matching plain tensor."""
+        """Return whether a tensor defines its own all-gather and is a composed parameter."""
         return is_composed(tensor)
 
     def tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that the parameter wraps."""
+        """Return all tensors that the parameter wraps."""
         return list(inner_tensors(parameter).values())
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        """Move a parameter to another device."""
+        """Return a copy of a parameter on another device."""
         plain = parameter.detach()
         data = plain.to(device)
         if type(data) is not type(plain):
@@ -83,11 +83,17 @@ class Composed(Extended):
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return the parameter itself, which is on the meta device and has more information than a shape."""
+        """Return a parameter on the meta device that describes the given one.
+
+        It has the same class, because that contains more information than the shape.
+        """
         return nn.Parameter(parameter.detach(), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        """Raise an error for a real parameter in a unit on the meta device, which is filled from plain tensors."""
+        """Raise an error, because a real composed parameter cannot be part of a unit on the meta device.
+
+        When such a unit is made real, it is filled from plain tensors.
+        """
         raise WrapError(
             f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real, but other "
             "parameters of its unit are on the meta device",
@@ -97,26 +103,30 @@ class Composed(Extended):
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec for sharding by rows, without a name yet."""
+        """Return a spec that shards a composed parameter by rows. The caller sets its name later."""
         by_rows = RaggedShard(placement.shard_numel, placement.offset, math.prod(shape[1:]))
         composition = Composition.of(slot.parameter)
         return ComposedSpec(mesh, shape, by_rows, Name(), composition=composition, reduction=reduction)
 
 
 class LateProtocol(Extension):
-    """Detect `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine looks up before each all-gather."""
+    """Detects `p._local_tensor.fsdp_pre_all_gather = ...` on a parameter that is already sharded.
+
+    Torch's engine looks up this method before each all-gather, but fullshard looks it up only when it shards a
+    parameter.
+    """
 
     _sharded: tuple[ShardedParameter, ...] = ()
 
     def materialized(self) -> None:
-        """Remember the sharded parameters that do not define their own all-gather."""
+        """Remember the sharded parameters that do not define their own all-gather, to check them in each forward."""
         buckets = [bucket for unit in self.model.units if unit.stand_ins is None for bucket in unit.buckets]
         plain = [bucket for bucket in buckets if not isinstance(bucket, ExtendedBucket)]
         self._sharded = tuple(parameter for bucket in plain for parameter in bucket.sharded_parameters)
         self._attributes = list(map(vars, self._sharded))
 
     def forward_begins(self) -> None:
-        """Raise an error if a sharded parameter was given the protocol's method after sharding."""
+        """Raise an error if a parameter was given `fsdp_pre_all_gather` after sharding, when it has no effect."""
         of_locals = map(vars, map(torch_private.local_of, self._sharded))  # runs in every step, so avoid a Python loop
         is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
         for parameter in itertools.compress(self._sharded * 2, is_told):

@@ -1,10 +1,11 @@
 """Parameters that define their own all-gather: tensor subclasses with `fsdp_pre_all_gather`.
 
 This is torch's protocol, which torchao's float8 weights implement. `fsdp_pre_all_gather(mesh, ...)` returns the tensors
-that a rank sends for its rows. `fsdp_post_all_gather(outputs, metadata, dtype, out=)` builds the tensor that forward
-uses from the tensors of all ranks. Most such parameters wrap one plain tensor of the same shape and dtype. That tensor
-is sharded, optimized and saved; only the data that is sent differs. Other parameters are *composed*: they wrap several
-tensors, or one of another shape or dtype. Each rank holds an instance of a composed parameter's class with fewer rows.
+that a rank sends for its rows. `fsdp_post_all_gather(outputs, metadata, dtype, out=)` receives the gathered tensors and
+builds the tensor that forward uses. Such a parameter is called *extended*. Most extended parameters wrap one plain
+tensor of the same shape and dtype. This tensor is sharded, optimized and saved as usual; only the data sent in the
+all-gather is different. The others are called *composed*: they wrap several tensors, or one of another shape or dtype.
+Each rank then holds an instance of the parameter's class with fewer rows.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ def is_extended(parameter: torch.Tensor) -> bool:
 
 
 def wrapped_by(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that an extended parameter wraps, or any other parameter unchanged."""
+    """Return the plain tensor that an extended parameter wraps. Return any other parameter unchanged."""
     inner = _inner(parameter) if is_extended(parameter) else None
     return parameter if inner is None else inner
 
 
 def is_composed(parameter: torch.Tensor) -> bool:
-    """Return whether an extended parameter wraps more than one plain tensor of its own shape and dtype."""
+    """Return whether an extended parameter wraps anything else than one plain tensor of its own shape and dtype."""
     return is_extended(parameter) and _inner(parameter) is None
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The information needed to assemble a composed parameter from its inner tensors."""
+    """Describes how to assemble a composed parameter from its inner tensors."""
 
     kind: type[Any]
     context: Any  # the class's non-tensor data for creating an instance
@@ -50,19 +51,19 @@ class Composition:
 
     @classmethod
     def of(cls, parameter: Any) -> Self:
-        """Return the composition of an unsharded parameter, which may be on the meta device."""
+        """Describe an unsharded parameter, which may be on the meta device."""
         shapes = {name: inner.shape for name, inner in inner_tensors(parameter).items()}
         return cls(type(parameter.detach()), parameter.__tensor_flatten__()[1], shapes)
 
     def make(self, inner: Mapping[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """Create an unsharded tensor of shape `shape` around the inner tensors."""
+        """Assemble the unsharded parameter of shape `shape` from its unsharded inner tensors."""
         strides = torch.empty(shape, device="meta").stride()
         made: torch.Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, shape, strides)
         return made
 
 
 def takes_options(parameter: torch.Tensor) -> bool:
-    """Return whether `fsdp_pre_all_gather` has parameters in addition to the mesh."""
+    """Return whether `fsdp_pre_all_gather` takes other arguments in addition to the mesh."""
     return _count(parameter) == _OPTIONS_COUNT
 
 

@@ -1,6 +1,7 @@
 """Let the optimizers of bitsandbytes and torchao update this rank's intervals as plain tensors.
 
-bitsandbytes' kernels take addresses. torchao's optimizers are compiled and count blocks within a rank's local part.
+They cannot use sharded parameters directly: the kernels of bitsandbytes need memory addresses, and torchao's optimizers
+are compiled and divide a rank's local part into blocks.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _PLAIN = "_fullshard_plain"
 
 
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """Return this rank's part of a sharded parameter as a plain parameter; later calls return the same object.
+    """Return this rank's part of a sharded parameter as a plain parameter.
 
-    It is flat, unless the parameter is sharded by rows.
+    Repeated calls return the same object. It is flat, unless the parameter is sharded by rows.
     """
     plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
     if plain is None:
@@ -38,9 +39,9 @@ def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace sharded parameters with plain ones until `take_back`, and return the arguments for `step`.
+    """Replace the optimizer's sharded parameters with plain ones until `take_back`. Return the arguments for `step`.
 
-    The sharded parameters are restored while a closure runs.
+    If an argument is a closure, the sharded parameters are put back while it runs.
     """
     take_back(optimizer)  # in case an earlier step failed
     lent: list[tuple[list[Any], int, ShardedParameter]] = []
@@ -68,9 +69,9 @@ def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 def take_back(optimizer: Any) -> list[tuple[nn.Parameter, ShardedParameter]]:
-    """Put the sharded parameters and their state back, and return (plain, sharded) pairs of the lent parameters.
+    """Put the sharded parameters and their state back in the optimizer.
 
-    Return an empty list if none are lent.
+    Return a (plain, sharded) pair for each parameter that `lend` has replaced. The list is empty if there are none.
     """
     found = []
     for members, index, parameter in vars(optimizer).pop(_LENT, ()):
@@ -88,7 +89,7 @@ TORCHAO_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 
 
 def is_of(optimizer: torch.optim.Optimizer, package: str) -> bool:
-    """Return whether the optimizer's class or one of its base classes is defined in this package."""
+    """Return whether `package` defines the optimizer's class or one of its base classes."""
     return any(cls.__module__.partition(".")[0] == package for cls in type(optimizer).__mro__)
 
 
@@ -106,16 +107,19 @@ class Bitsandbytes(OptimizerAdapter):
         return lend(optimizer, args, kwargs)
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Put the sharded parameters back."""
+        """Put the sharded parameters back after the step."""
         take_back(optimizer)
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
-        """Return why state dicts cannot be unsharded: ranks without elements have no codes."""
+        """Return why the state cannot be unsharded, or an empty string if the shard size is 1.
+
+        The state consists of codes, and ranks without elements have none.
+        """
         return "stored as codes of this rank's interval, if the interval is not empty" if mesh.shard_size > 1 else ""
 
 
 class Torchao(OptimizerAdapter):
-    """The adapter for optimizers from torchao, which supports unsharded state dicts."""
+    """The adapter for optimizers from torchao. Their state dicts can be unsharded."""
 
     keeps_plain_state = True
 
@@ -128,9 +132,10 @@ class Torchao(OptimizerAdapter):
         return lend(optimizer, args, kwargs)
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Put the sharded parameters back.
+        """Put the sharded parameters back after the step.
 
-        Increment the step count of parameters without elements on this rank, which the optimizer did not update.
+        The optimizer does not update parameters that have no elements on this rank. Their step count is incremented
+        here.
         """
         for plain, parameter in take_back(optimizer):
             if has_stepped and not plain.numel() and parameter.local_grad is not None:
@@ -140,16 +145,19 @@ class Torchao(OptimizerAdapter):
                 optimizer.state[parameter]["step"] += 1
 
     def values(self, kept: Any) -> Any:
-        """Return coded state decoded, and any other value unchanged."""
+        """Return the decoded values if the state is stored as codes, and any other value unchanged."""
         return kept.dequantize() if type(kept).__name__ in TORCHAO_BITS else kept
 
     def saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state decoded to float32, whether or not this rank stores it as codes."""
+        """Return the state with its moments in float32 for a checkpoint.
+
+        Moments that this rank stores as codes are decoded.
+        """
         return {key: self.values(kept).float() if key in TORCHAO_SIGNED else kept for key, kept in state.items()}
 
     @torch.no_grad()
     def kept(self, optimizer: Any, parameter: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of this rank's intervals in the optimizer's own format, such as codes."""
+        """Convert loaded state of this rank's intervals to the format that the optimizer stores, such as codes."""
         kept = dict(state)
         for key in state.keys() & TORCHAO_SIGNED.keys():
             if isinstance(value := state[key], ShardedTensor):

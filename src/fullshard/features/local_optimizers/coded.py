@@ -1,8 +1,8 @@
 """Encode optimizer state in 4 or 8 bits, with one scale per block of codes.
 
-Blocks are counted from the start of a rank's interval. State dicts contain the decoded state in float32, with the
-layout of its parameter, so any number of ranks and any optimizer can load it. Encoding it again with the same blocks
-reproduces the same codes.
+Blocks are counted from the start of a rank's interval. State dicts contain the decoded state in float32, with the same
+layout as the parameter, so it can be loaded on any number of ranks and by any optimizer. When it is encoded again with
+the same blocks, the result is the same codes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor | None, *, bits: int, block: int
 ) -> torch.Tensor:
-    """Return the decoded values in float32; only the last block may be shorter than `block`.
+    """Return the decoded values in float32.
 
-    4-bit codes are packed two to a byte, with the first in the upper half. If `book` is None, the codes themselves are
-    the unscaled values.
+    A block has `block` values, except that the last one may be shorter. In 4-bit state, a byte contains two codes, the
+    first of them in the upper half. `book` maps codes to unscaled values; if it is None, the codes are the unscaled
+    values.
     """
     if bits == 4:
         codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)
@@ -28,10 +29,10 @@ def decode(
 def encode(
     values: torch.Tensor, book: torch.Tensor | None, *, bits: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of `values` (1-D, float32).
+    """Return the codes and scales of `values` (1-D, float32), the inverse of `decode`.
 
-    The scale of a block is the smallest that fits, and the codes are the nearest. A block of decoded values is encoded
-    so that it decodes to exactly the same values. See `decode`.
+    The scale of a block is the smallest one that covers all its values, and each value gets the nearest code. Values
+    that were decoded from such a block are encoded so that they decode to exactly the same values.
     """
     padded = torch.nn.functional.pad(values, (0, -values.numel() % block))
     blocks = padded.view(padded.numel() // block, block)

@@ -1,4 +1,7 @@
-"""Complete matrices for optimizers: each is assembled on its owner rank, and its update is sent back in pieces."""
+"""Complete matrices for optimizers.
+
+Each matrix is assembled on the rank that owns it. The owner computes the update and sends each rank its piece.
+"""
 
 from fullshard.features.matrices.exchange import WholeMatrices
 from fullshard.features.matrices.optimizer import MatrixAdapter, MatrixOptimizer

@@ -1,11 +1,13 @@
-"""Send pieces of matrices to the rank that owns each matrix, and return pieces of its result.
+"""Send the pieces of each matrix to the rank that owns it, and send the pieces of the result back.
 
-    to the owners    each rank's pieces of matrices that another rank owns. Each bucket has an exchange; buckets with
-                     few elements per rank share one
-    at the owners    every rank computes with its own matrices of one exchange while the next exchange is in flight
-    back             the same exchanges in reverse, plus one each along the replicate axis if matrices are dealt there
+    to the owners    each rank sends its pieces of the matrices that other ranks own. Each bucket has its own exchange,
+                     except that buckets with few elements per rank share one
+    at the owners    each rank computes with its matrices of one exchange while the next exchange is in flight
+    back             the same exchanges in reverse, plus an exchange along the replicate axis for each of them if the
+                     matrices are distributed over the replicas, too
 
-A rank therefore holds its matrices of at most three exchanges. `plan.dealing` chooses owners and exchanges.
+A rank therefore holds its matrices of at most three exchanges at once. `plan.dealing` chooses the owners and divides
+the matrices into exchanges.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """Contiguous elements of a matrix on one rank: the number of the matrix and an interval of the bucket."""
+    """Contiguous elements of a matrix on one rank, given as the matrix number and an interval of the bucket."""
 
     matrix: int
     interval: Interval
 
 
 def sent(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-    """Return the pieces that rank `rank` sends for a bucket's matrices dealt to `row`, by owner."""
+    """Return the pieces of a bucket's matrices that rank `rank` sends, grouped by owner.
+
+    Only matrices that are assigned to the replica `row` are included.
+    """
     by_owner: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
     own = dealing.layouts[bucket].rank_interval(rank)
     for number in dealing.by_bucket[bucket]:
@@ -45,7 +50,10 @@ def sent(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[Matrix
 
 
 def gathered(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-    """Return the pieces of a bucket's matrices owned by rank `rank` of `row`, by source rank."""
+    """Return the pieces of a bucket's matrices that rank `rank` of the replica `row` receives, grouped by source rank.
+
+    These are all pieces of the matrices that it owns.
+    """
     by_source: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
     layout = dealing.layouts[bucket]
     for number in dealing.by_bucket[bucket]:
@@ -65,10 +73,10 @@ Take = Callable[[ShardedParameter, torch.Tensor], None]
 
 
 class WholeMatrices:
-    """The matrices of an optimizer's parameters on one mesh, dealt to its ranks.
+    """Assigns the matrices of an optimizer's parameters on one mesh to its ranks, and exchanges them.
 
-    Every rank must pass the same parameters. `flattened` has the ids of parameters with three dims that are one
-    matrix instead of a batch.
+    Every rank must pass the same parameters. `flattened` contains the ids of parameters with three dims that are
+    treated as one matrix instead of a batch of matrices.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int]) -> None:
@@ -98,7 +106,10 @@ class WholeMatrices:
         self.dealing = deal(layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size)
 
     def owners(self) -> dict[int, list[tuple[int, int]]]:
-        """Return by parameter id the owner of each matrix as (replicate rank, shard rank)."""
+        """Return the owner of each matrix as (replicate rank, shard rank).
+
+        There is one list for each parameter, keyed by parameter id.
+        """
         owners: dict[int, list[tuple[int, int]]] = {key: [] for key in self._first}
         for parameter, owner in zip(self._parameter_of, self.dealing.owners, strict=True):
             owners[id(parameter)].append(owner)
@@ -114,7 +125,7 @@ class WholeMatrices:
         compute: Compute,
         take: Take,
     ) -> None:
-        """Let the owner of each matrix of the `given` parameters compute its result. This is a collective.
+        """Let the owner of each matrix of the `given` parameters compute the result for it. This is a collective.
 
         Every rank must pass the same parameters. Matrices are sent and computed in `dtype`. Owners receive `width`
         values for each element.
@@ -135,7 +146,10 @@ class WholeMatrices:
             travel.take(last, gone.popleft(), take)
 
     def _made(self, matrices: dict[int, torch.Tensor], dtype: torch.dtype, compute: Compute) -> dict[int, torch.Tensor]:
-        """Replace this rank's matrices with their flat results one by one, so that only one set is in memory."""
+        """Compute the flat result for each of this rank's matrices.
+
+        A result replaces its matrix in the dict at once, so that matrices and results are never all in memory together.
+        """
         for number in matrices:
             parameter = self._parameter_of[number]
             made = compute(parameter, number - self._first[id(parameter)], matrices[number])
@@ -145,7 +159,7 @@ class WholeMatrices:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """Pieces on their way to this rank in one exchange, with the bucket and receivers that describe it."""
+    """The pieces that this rank receives in one exchange, and the work to wait for."""
 
     pieces: list[MatrixPiece]
     work: Work
@@ -155,7 +169,7 @@ class _Coming:
     width: int
 
     def wait(self) -> list[tuple[MatrixPiece, torch.Tensor]]:
-        """Wait for the pieces and return them."""
+        """Wait until the pieces have arrived, and return each with its values."""
         with self.bucket.owner.waiting(f"pieces of matrices {self.what}"):
             received = self.work.wait()
         sizes = [piece.interval.numel * self.width for piece in self.pieces]
@@ -163,7 +177,7 @@ class _Coming:
 
 
 class _Travel:
-    """The exchanges of one step."""
+    """The exchanges of one optimizer step."""
 
     def __init__(self, whole: WholeMatrices, given: Sequence[ShardedParameter], dtype: torch.dtype, width: int) -> None:
         self._whole, self._given = whole, {id(parameter) for parameter in given}
@@ -178,11 +192,11 @@ class _Travel:
         ]
 
     def __len__(self) -> int:
-        """Return the number of exchanges in each direction."""
+        """Return the number of exchanges to the owners, which equals the number of exchanges back."""
         return len(self._exchanges)
 
     def to_owners(self, turn: int, give: Give) -> _Coming:
-        """Start to send the pieces of an exchange to the owners."""
+        """Start to send the pieces of exchange number `turn` to the owners."""
         numbers, parameters = self._exchanges[turn]
         local = {id(p): give(p) for p in parameters}
         leaving, arriving = self._sent(numbers), self._gathered(numbers)
@@ -190,7 +204,7 @@ class _Travel:
         return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners", self._width)
 
     def whole(self, arriving: _Coming) -> dict[int, torch.Tensor]:
-        """Wait for the pieces of an exchange and return this rank's complete matrices by number."""
+        """Wait for the pieces of an exchange, and return the complete matrices that this rank owns, keyed by number."""
         pieces_of: dict[int, list[torch.Tensor]] = {}
         for piece, part in arriving.wait():
             pieces_of.setdefault(piece.matrix, []).append(part)
@@ -199,14 +213,14 @@ class _Travel:
         return {n: torch.cat(parts).view(known[n].rows, known[n].columns, *wide) for n, parts in pieces_of.items()}
 
     def back(self, turn: int, results: dict[int, torch.Tensor]) -> _Coming:
-        """Start to send the results back to the ranks that hold the pieces."""
+        """Start to send the results of exchange number `turn` back to the ranks that hold the pieces."""
         numbers, _ = self._exchanges[turn]
         leaving, arriving = self._gathered(numbers), self._sent(numbers)
         made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
         return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
 
     def take(self, turn: int, arriving: _Coming, take: Take) -> None:
-        """Wait for results and pass this rank's interval of each parameter in the exchange to `take`."""
+        """Wait for the results of an exchange, and pass this rank's interval of each parameter to `take`."""
         numbers, parameters = self._exchanges[turn]
         received = arriving.wait()
         received += self._across(numbers, received)
@@ -221,7 +235,7 @@ class _Travel:
     def _across(
         self, numbers: Sequence[int], own: Sequence[tuple[MatrixPiece, torch.Tensor]]
     ) -> list[tuple[MatrixPiece, torch.Tensor]]:
-        """Exchange results with the other replicas; each sends the results of the matrices it was dealt."""
+        """Exchange results between replicas. Each replica sends the results for the matrices assigned to it."""
         mesh = self._mesh
         if mesh.replicate_size == 1:
             return []
@@ -244,7 +258,10 @@ class _Travel:
         what: str,
         width: int = 1,
     ) -> _Coming:
-        """Send pieces to other ranks and receive theirs; the first bucket identifies the exchange."""
+        """Start to send pieces to other ranks and to receive theirs.
+
+        The bucket with number `first` identifies the exchange.
+        """
         bucket = self._whole._buckets[first]
         sizes = [[width * sum(p.interval.numel for p in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
@@ -258,17 +275,20 @@ class _Travel:
         return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what, width)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
-        """Return this rank's pieces of matrices dealt to `row` (by default this rank's row), by owner."""
+        """Return this rank's pieces of the matrices assigned to the replica `row`, grouped by owner.
+
+        The default is this rank's own replica.
+        """
         row = self._mesh.replicate_rank if row is None else row
         return self._present([sent(self._dealing, number, row, self._mesh.shard_rank) for number in numbers])
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[MatrixPiece]]:
-        """Return the pieces of matrices that this rank owns, by source rank."""
+        """Return the pieces of the matrices that this rank owns, grouped by source rank."""
         mesh = self._mesh
         return self._present([gathered(self._dealing, n, mesh.replicate_rank, mesh.shard_rank) for n in numbers])
 
     def _present(self, of_buckets: Sequence[Sequence[Sequence[MatrixPiece]]]) -> list[list[MatrixPiece]]:
-        """Return, by rank, the pieces of parameters that this step updates."""
+        """Join the pieces of several buckets by rank, and skip pieces of parameters that this step does not update."""
         parameter_of = self._whole._parameter_of
         return [
             [piece for pieces in of_rank for piece in pieces if id(parameter_of[piece.matrix]) in self._given]
@@ -276,13 +296,13 @@ class _Travel:
         ]
 
     def _part_of(self, local: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
-        """Return a piece of the interval that `give` has returned."""
+        """Return the elements of a piece from the local values in `local`, which `give` has returned."""
         parameter = self._whole._parameter_of[piece.matrix]
         layout, index = parameter.bucket.layout, parameter._index
         first = layout.offsets[index] + layout.interval(index, self._mesh.shard_rank).start
         return local[id(parameter)][piece.interval.start - first : piece.interval.stop - first]
 
     def _part_of_matrix(self, results: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
-        """Return a piece of the result that `compute` has returned."""
+        """Return the elements of a piece from the results for complete matrices, which `compute` has returned."""
         first = self._dealing.matrices[piece.matrix].interval.start
         return results[piece.matrix][piece.interval.start - first : piece.interval.stop - first]

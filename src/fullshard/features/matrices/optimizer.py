@@ -1,4 +1,7 @@
-"""Optimizers that need complete matrices of sharded parameters, with the owners of matrices and their state."""
+"""Optimizers that need complete matrices of sharded parameters.
+
+The base class here assigns each matrix to an owner rank, which can also keep state for it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from fullshard.plan.dealing import matrix_shape
 class MatrixOptimizer(torch.optim.Optimizer):
     """An optimizer for sharded parameters in which the update of an element depends on its complete matrix.
 
-    Elementwise computations use each rank's part. `WholeMatrices` handles computations on complete matrices.
+    Elementwise computations run on each rank's part, and `WholeMatrices` handles computations on complete matrices.
 
     Attributes:
         name: name of the algorithm that updates matrices.
         keeps_matrices: whether owners keep state for their matrices. Keys of such state end with the number of the
-            matrix in its parameter, as in `left.0`. All other tensors have the layout of the parameter.
+            matrix within its parameter, as in `left.0`. All other state tensors have the same layout as the parameter.
     """
 
     name: str
@@ -34,20 +37,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state as torch does, and deal the matrices again; `load_state_dict` calls this last."""
+        """Restore the state as torch does, and discard the assignment of matrices to ranks.
+
+        `load_state_dict` calls this last. The matrices are assigned again when they are next needed.
+        """
         super().__setstate__(state)
         self._whole, self._dealt = [], []
 
     def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the parameter group of each parameter that is updated as a complete matrix."""
+        """Return the parameters that are updated as complete matrices, each with its parameter group."""
         return {}
 
     def is_owned(self, key: str) -> bool:
-        """Return whether state with this key belongs to a matrix and is kept by its owner."""
+        """Return whether the state with this key belongs to one matrix, so that only its owner keeps it."""
         return self.keeps_matrices and key.rpartition(".")[2].isdigit()
 
     def owned(self, parameter: torch.Tensor) -> list[int]:
-        """Return the numbers of the parameter's matrices that this rank owns."""
+        """Return which of the parameter's matrices this rank owns, as numbers within the parameter."""
         members = self._members()
         if parameter not in members:
             return []
@@ -58,7 +64,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return [number for number, owner in enumerate(owners) if owner == own]
 
     def _deal(self) -> list[WholeMatrices]:
-        """Return the dealt matrices of sharded parameters; deal them again if the parameters have changed."""
+        """Return the assignment of the sharded parameters' matrices to ranks.
+
+        If the parameters have changed, assign the matrices again.
+        """
         members = self._members()
         parameters = [p for p in members if isinstance(p, ShardedParameter) and p.requires_grad]
         if are_same(parameters, self._dealt):
@@ -77,7 +86,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return dealt
 
     def _check_owners(self, dealt: list[WholeMatrices]) -> None:
-        """Raise if dealing again would move a matrix away from its state; every rank reaches the same result.
+        """Check that a new assignment of matrices leaves each matrix on the rank that keeps its state.
+
+        The outcome is the same on every rank.
 
         Raises:
             OptimizerError: A matrix with state would get another owner.
@@ -97,7 +108,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 class MatrixAdapter(OptimizerAdapter):
-    """The adapter that tells the engine which checks and conversions such optimizers do not need."""
+    """The adapter for a `MatrixOptimizer`.
+
+    It tells the engine which checks and conversions such an optimizer does not need.
+    """
 
     works_on_parts = needs_plain_memory = True
 
@@ -106,9 +120,12 @@ class MatrixAdapter(OptimizerAdapter):
         return isinstance(optimizer, MatrixOptimizer)
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
-        """Return why state dicts cannot be unsharded: other ranks keep the state of their matrices."""
+        """Return why the state cannot be unsharded, or an empty string if it can.
+
+        State for matrices is kept only by the ranks that own them.
+        """
         return "stored by the ranks that own its matrices" if optimizer.keeps_matrices and mesh.world_size > 1 else ""
 
     def is_laid_out(self, optimizer: Any, key: str) -> bool:
-        """Return whether state with this key has the layout of the parameter."""
+        """Return whether the state with this key has the same layout as the parameter."""
         return not optimizer.is_owned(key)

@@ -1,4 +1,4 @@
-"""Models on the meta device: a unit is allocated when its parameters get values, one unit at a time on each rank."""
+"""Models on the meta device: each rank allocates one unit at a time, when its parameters get values."""
 
 from fullshard.features.meta_device.conversion import ConversionMethods
 from fullshard.features.meta_device.initialize import WEIGHTS, InitFunction, WeightSource, meta_parameters

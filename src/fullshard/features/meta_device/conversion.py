@@ -1,7 +1,8 @@
 """Apply `model.to(...)`, `.half()`, `.to_empty(...)` and similar calls to sharded parameters.
 
-torch passes each of them down as a function of a tensor. The engine applies it to an empty tensor to find its effect.
-Another dtype casts the unit. The unit's own device makes a unit on the meta device real. Any other device is an error.
+Torch implements each of these calls as a function that is applied to every tensor. The engine applies the function to
+an empty tensor to find out what it does. If the dtype changes, the unit is cast. If a unit on the meta device moves to
+its own device, it is made real. A move to any other device is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ConversionMethods:
-    """Overrides for `FSDPModule` that convert parameters by unit."""
+    """Overrides `_apply` of `FSDPModule`, so that parameters are converted one unit at a time."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         converted = convert(units_of(self), fn)  # type: ignore[arg-type]
@@ -41,7 +42,7 @@ _Applied = Literal["same", "cast", "real"]
 
 
 def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
-    """Apply `fn` to the parameters of units, and return the specs that `fn` must not be applied to again."""
+    """Apply `fn` to the parameters of units. Return the specs of parameters that `fn` must not be applied to again."""
     # Keep the order of sharding, so that a unit that is real on one rank and on the meta device on another has
     # the same place in shared memory.
     results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}
@@ -59,7 +60,7 @@ def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
 
 
 def _applied(unit: Unit, fn: Function) -> _Applied:
-    """Return the effect of `fn` on a unit."""
+    """Return what `fn` does to the parameters of a unit: nothing, a cast, or allocation on the unit's device."""
     # Parameters stored on the host compute on the device, so moving a model to the host has no effect.
     before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
     applied: _Applied = "same"
@@ -83,7 +84,7 @@ def _applied(unit: Unit, fn: Function) -> _Applied:
 
 
 def _check_cast(unit: Unit) -> None:
-    """Raise if a cast would not reach gradients, optimizer state or hooks."""
+    """Raise an error if a cast would miss existing gradients, optimizer state or hooks."""
     is_real = unit.stand_ins is None
     if is_real and (unit.schedule.optimizer_steps or any(p.grad is not None for _, p in unit.entries)):
         raise LifecycleError(
@@ -109,7 +110,7 @@ def _check_cast(unit: Unit) -> None:
 
 
 def _cast(unit: Unit, fn: Function) -> None:
-    """Cast the parameters of a unit to the dtype that `fn` produces, on the same device."""
+    """Cast the parameters of a unit to the dtype that `fn` returns. They stay on the same device."""
     is_real = unit.stand_ins is None
     if is_real:
         unit.reshard()  # stand-ins are made of this rank's intervals
@@ -122,11 +123,14 @@ def _cast(unit: Unit, fn: Function) -> None:
 
 
 def _except(specs: set[ShardSpec], fn: Function) -> Function:
-    """Return a function that applies `fn` to all tensors except those with one of these specs."""
+    """Return a function that leaves tensors with one of these specs unchanged and applies `fn` to all others."""
     return (lambda tensor: tensor if getattr(tensor, "spec", None) in specs else fn(tensor)) if specs else fn
 
 
 def _is_hooked(original: torch.Tensor) -> bool:
-    """Return whether a script has registered hooks on an original parameter, in addition to the engine's."""
+    """Return whether the script has registered hooks on an unsharded parameter.
+
+    The engine's own hook does not count.
+    """
     after = torch_private.accumulated_hooks(original) or ()
     return bool(torch_private.gradient_hooks(original)) or len(after) > 1

@@ -1,8 +1,9 @@
-"""Make parameters and buffers real, and equal on every rank, before they are sharded.
+"""Allocate parameters and buffers and give them the same values on every rank, before they are sharded.
 
 This is done one unit at a time. Tensors on the meta device are allocated, initialised by their own module, and
-broadcast from rank 0. No rank therefore ever holds more than one unsharded unit of the model. Buffers often go wrong
-silently in such setups (rotary frequencies left as uninitialised memory), so a buffer that is never filled is an error.
+broadcast from rank 0. No rank therefore ever holds more than one unsharded unit of the model. A common error in such
+setups is a buffer that stays uninitialised without a warning, such as rotary frequencies. An error is therefore raised
+if nothing fills a buffer.
 """
 
 from __future__ import annotations
@@ -31,20 +32,23 @@ class WeightSource(Values, Protocol):
     """A source of values for parameters on the meta device, from which a rank reads only its own part."""
 
     def start(self, model: nn.Module) -> None:
-        """Match the parameters of `model` with the source before partitioning, and raise for those that do not fit."""
+        """Match the model's parameters with the source before partitioning, and raise an error if one does not fit."""
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Make tensors real that are needed unsharded: persistent buffers, and weights to convert while loading."""
+        """Fill tensors that are needed unsharded: persistent buffers, and weights to convert while loading."""
 
     def holds(self, slot: Slot) -> bool:
-        """Return whether `read` can supply this parameter."""
+        """Return whether `read` can supply the values of this parameter."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module that the source defines without values; return False if it does not."""
+        """Initialise a module whose values the source defines without storing them.
+
+        Return False, without changing the module, if the source does not define them.
+        """
 
 
 def weight_source(model: nn.Module) -> WeightSource | None:
-    """Return the weight source of `model` or of a module in it, or None if there is none."""
+    """Return the weight source that is attached to `model` or to a module in it, or None if there is none."""
     return next((m.__dict__[WEIGHTS] for m in model.modules() if WEIGHTS in m.__dict__), None)
 
 
@@ -54,10 +58,10 @@ InitFunction = Callable[[nn.Module], Any]
 
 @contextlib.contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Build a model inside the block with its parameters on the meta device and its buffers real.
+    """Create parameters on the meta device inside the block, but allocate buffers as usual.
 
-    No memory is allocated for the parameters until the model is sharded, unit by unit. Non-persistent buffers have
-    the values that constructors assign, not uninitialised memory.
+    No memory is allocated for the parameters until the model is sharded, one unit at a time. Non-persistent buffers
+    have the values that the constructors assign, not uninitialised memory.
     """
     original = nn.Module.register_parameter
 
@@ -85,12 +89,12 @@ def materialize(
     buffer_dtype: torch.dtype | None,
     weights: WeightSource | None = None,
 ) -> None:
-    """Put the unit's parameters and the buffers of its modules on the mesh's device, with their values.
+    """Put the unit's parameters, and the buffers of its modules, on the mesh's device and give them their values.
 
-    Inner units (`stop_at`) are already real. `init` runs for each module that has tensors on the meta device. By
-    default it is `_init_weights` of a Transformers model, or else the module's own `reset_parameters`. With
-    `sync_module_states`, rank 0's values are also used for tensors that were not on the meta device. Tensors that
-    `weights` supplies stay on the meta device; the bucket reads its interval of them later.
+    Modules of inner units (`stop_at`) are already real. `init` is called for each module that has tensors on the meta
+    device. The default is `_init_weights` of a Transformers model, or else the module's own `reset_parameters`. With
+    `sync_module_states`, tensors that were not on the meta device also get the values of rank 0. Tensors that `weights`
+    supplies stay on the meta device; each rank reads only its interval of them later.
     """
     modules = own_modules(plan, stop_at)
     deferred: set[int] = set()
@@ -115,10 +119,11 @@ def materialize(
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
-    """Allocate a module's meta tensors, fill them with a marker value that reveals what `init` skips, and run `init`.
+    """Allocate a module's meta tensors and run `init`. Raise an error if `init` leaves one of them without values.
 
-    Return False if there are none. Skip parameters of other units (tied parameters). `own` contains (module id,
-    attribute) pairs of this unit's parameters.
+    The tensors are first filled with a marker value that reveals what `init` skips. Parameters of other units (tied
+    parameters) are not touched. `own` contains (module id, attribute) pairs of this unit's parameters. Return False if
+    the module has no meta tensors to allocate.
     """
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
     parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]
@@ -161,7 +166,10 @@ def _sentinel(dtype: torch.dtype) -> float | int:
 
 
 def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: int) -> bool:
-    """Return whether `fresh`, at `version` before, has been neither written to nor replaced."""
+    """Return whether `init` has neither written to the tensor `fresh` nor replaced it.
+
+    `version` is its version counter before `init`.
+    """
     if current is None or fresh.numel() == 0:
         return False
     if fresh.dtype is torch.bool:  # bool has no unused value for a marker
@@ -172,7 +180,10 @@ def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: in
 
 
 def _default_init(model: nn.Module, roots: Iterable[nn.Module]) -> InitFunction:
-    """Return the default initialisation: `_init_weights` of a Transformers model, or else `reset_parameters`."""
+    """Return the default function that initialises a module.
+
+    This is `_init_weights` of the Transformers model if there is one, or else the module's own `reset_parameters`.
+    """
     around: list[Any] = [model, *(m for root in roots for m in root.modules())]
     transformers_model = next((m for m in around if hasattr(m, "_init_weights")), None)
     if transformers_model is not None:
