@@ -88,10 +88,10 @@ def test_each_says_since_when(module: ModuleType) -> None:
     body = body_of(module)
     for node, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef):
-            assert "Since 2." in (ast.get_docstring(node) or ""), node.name
+            assert "Since torch 2." in (ast.get_docstring(node) or ""), node.name
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(following, ast.Expr):
             text = ast.unparse(following)
-            assert "Since 2." in text or "Names with an underscore" in text, ast.unparse(node)
+            assert "Since torch 2." in text or "Names with an underscore" in text, ast.unparse(node)
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fullshard.features.dtensor_ops.torch_private import written as written
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
-    """Return the original module if `module` is a wrapper of `torch.compile`, otherwise `module`. Since 2.0."""
+    """Return the original module if `module` is a wrapper of `torch.compile`, otherwise `module`. Since torch 2.0."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -30,58 +30,60 @@ def inside_compiled(module: nn.Module) -> nn.Module:
 
 
 def steps_of(scheduler: Any) -> int:
-    """Return how often a learning-rate scheduler has stepped, or 0 if it does not count its steps. Since 2.0."""
+    """Return how often a learning-rate scheduler has stepped, or 0 if it does not count its steps. Since torch 2.0."""
     return getattr(scheduler, "_step_count", 0)
 
 
 def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
-    """Drop the iterator of a copied data loader, which would share the workers of the original. Since 2.0."""
+    """Drop the iterator of a copied data loader, which would share the workers of the original. Since torch 2.0."""
     object.__setattr__(loader, "_iterator", None)
 
 
 classes_to_wrap: Callable[[Any], Iterable[type[nn.Module]]] = attrgetter("_module_classes")
-"""The classes of torch's `ModuleWrapPolicy`. Since 2.0."""
+"""The classes of torch's `ModuleWrapPolicy`. Since torch 2.0."""
 
 wrap_function: Callable[[Any], Callable[[nn.Module], Any]] = attrgetter("_lambda_fn")
-"""The function of torch's `CustomPolicy`. Since 2.1."""
+"""The function of torch's `CustomPolicy`. Since torch 2.1."""
 
 
 # -- a device that is not there ---------------------------------------------------------------------------------
 
 DispatchMode = _python_dispatch.TorchDispatchMode
-"""A base class for contexts that intercept every operation. Since 2.0."""
+"""A base class for contexts that intercept every operation. Since torch 2.0."""
 
 leaves_of: Callable[[Any], list[Any]] = _pytree.tree_leaves
 """Returns the leaves of nested lists, tuples and dicts of arguments. Without it, tensors that an operation takes in a
-list would not be counted. Since 2.0."""
+list would not be counted. Since torch 2.0."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""The schema of an operation. It shows whether the result is a view, which costs less than a copy. Since 2.0."""
+"""The schema of an operation. It shows whether the result is a view, which costs less than a copy. Since torch 2.0."""
 
 read_item = torch.ops.aten._local_scalar_dense
-"""The operation that reads a number from the device, for which the host waits. Since 2.0."""
+"""The operation that reads a number from the device, for which the host waits. Since torch 2.0."""
 
 copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero_
-"""Operations that write their first argument without reading it. Since 2.0."""
+"""Operations that write their first argument without reading it. Since torch 2.0."""
 
 view_of_a_product = torch.ops.aten._unsafe_view
-"""Reshapes the result of a product. It launches no kernel, although its schema does not declare a view. Since 2.0."""
+"""Reshapes the result of a product. It does not launch a kernel, although its schema does not declare a view.
+Since torch 2.0."""
 
 grouped_matmul = torch.ops.aten._grouped_mm
-"""Multiplies rows by the weights of experts. torch's FLOP counter has no formula for it. Since 2.8."""
+"""Multiplies rows by the weights of experts. torch's FLOP counter has no formula for it. Since torch 2.8."""
 
 shapes_learnt = (
     Replaced.of(FakeTensorMode, "__torch_dispatch__"),
     Replaced.of(_op_schema, "_rebuild_tensor_from_dtensor_meta"),
 )
-"""Functions that create tensors only to infer shapes. These tensors take no memory. Since 2.0, and 2.5 for DTensor."""
+"""Functions that create tensors only to infer shapes. These tensors take no memory. Since torch 2.0, for
+DTensor since torch 2.5."""
 
 fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devices")
-"""The devices that have fused optimizers. Since 2.3."""
+"""The devices that have fused optimizers. Since torch 2.3."""
 
 
 def is_for_shapes(kind: type) -> bool:
-    """Return whether tensors of this type are used only to infer shapes. Since 2.0."""
+    """Return whether tensors of this type are used only to infer shapes. Since torch 2.0."""
     return issubclass(kind, FakeTensor)
 
 
@@ -90,7 +92,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal or masked attention in a single kernel, which does not store the scores.
 
-    Since 2.0. With a mask, the kernel computes every score, even those that are masked.
+    Since torch 2.0. With a mask, the kernel computes every score, even those that are masked.
     """
     aten = torch.ops.aten
     if mask is None:
@@ -101,7 +103,7 @@ def attend(
 
 
 def store_of_nobody() -> dist.Store:
-    """Return a store with which one process can initialize a process group of any size. Since 2.0."""
+    """Return a store with which one process can initialize a process group of any size. Since torch 2.0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store: dist.Store = FakeStore()

@@ -32,7 +32,7 @@ _WRITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class AsyncSaver:
-    """Save checkpoints while training continues, one at a time. A new save first waits for the previous one.
+    """Saves checkpoints while training continues, one at a time. A new save first waits for the previous one.
 
     Every rank creates an `AsyncSaver` and calls the same methods in the same order. An error in the background is
     raised by the next `check`, `save` or `wait`. If none of them is called, the process reports the error when it ends

@@ -57,7 +57,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write these tensors to a data file. See `TensorFileWriter`."""
+    """Write tensors to a new data file, and return its record. See `TensorFileWriter`."""
     entries = [
         TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
     ]

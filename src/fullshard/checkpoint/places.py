@@ -52,7 +52,7 @@ def _without_wrappers(path: str) -> str:
 
 
 def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
-    """Return the names that match none of the patterns in `attribute`, with which the model's class ignores names."""
+    """Return the names that the model's class does not ignore. `attribute` contains its patterns of ignored names."""
     patterns = list(getattr(model, attribute, None) or ())
     if attribute == "_keys_to_ignore_on_load_unexpected":
         # These are buffers that earlier versions stored in every layer.

@@ -32,7 +32,7 @@ class Pieces:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype, which all parts share."""
+        """Return the dtype of the tensor, which is the same for all parts."""
         return self.parts[0].dtype
 
     def read(self, interval: Interval) -> torch.Tensor:

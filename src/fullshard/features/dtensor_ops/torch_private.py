@@ -17,24 +17,24 @@ from fullshard.comm.torch_private import Kernel
 def takes_plain_as_replicated() -> bool:
     """Return whether torch's `implicit_replication()` is active.
 
-    Torch has no public function for this. Since 2.5.
+    Torch has no public function for this. Since torch 2.5.
     """
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 norm_partial: Callable[[float], Placement] = _NormPartial
-"""The placement of a norm for which every rank holds the norm of its own elements. Since 2.2."""
+"""The placement of a norm for which every rank holds the norm of its own elements. Since torch 2.2."""
 
 
 @cache
 def written(kernel: Kernel) -> tuple[tuple[int, str], ...]:
-    """Return the position and name of each argument that a kernel writes to. Since 2.0."""
+    """Return the position and name of each argument that a kernel writes to. Since torch 2.0."""
     arguments = enumerate(kernel._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Disables the `__torch_function__` of subclasses inside a block. Since 2.0."""
+"""Disables the `__torch_function__` of subclasses inside a block. Since torch 2.0."""
 
 
 COPY_KERNELS = frozenset({"_to_copy"})
@@ -42,4 +42,4 @@ MANY_KERNELS = ("_foreach_", "_fused_", "_amp_foreach_")
 ITEM, MAX_OF_MANY, NORM_OF_MANY = "_local_scalar_dense", "_foreach_max", "_foreach_norm"
 """Names of the kernels for `to()` and `item()`, name prefix of kernels on lists of tensors, and names of reductions of
 lists. If torch renamed them, they would run on gathered tensors, which is slow, or as if they were elementwise, which
-is an error. Since 2.5."""
+is an error. Since torch 2.5."""

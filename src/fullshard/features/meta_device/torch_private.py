@@ -13,12 +13,12 @@ from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this fil
 
 OVERRIDDEN: Mapping[str, frozenset[str]] = {"torch.nn.Module": frozenset({"_apply"})}
 """The method behind `to()`, `half()` and similar ones, which the class of sharded modules overrides. If torch renamed
-it, the override would no longer be called. Since 2.0."""
+it, the override would no longer be called. Since torch 2.0."""
 
 gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
-"""Returns the hooks registered on a tensor with `register_hook`, by number. Since 2.0."""
+"""Returns the hooks registered on a tensor with `register_hook`, by number. Since torch 2.0."""
 
 
 def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
-    """Call the `Module._apply` that torch's `FSDPModule` overrides with one for its own engine. Since 2.6."""
+    """Call the `Module._apply` that torch's `FSDPModule` overrides with one for its own engine. Since torch 2.6."""
     return super(FSDPModule, module)._apply(fn, recurse)

@@ -10,9 +10,9 @@ from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this fil
 
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """Returns the number of holders of a storage, given its `storage_id`. Without it, memory that forward still uses would
-be moved to the host. Since 2.8."""
+be moved to the host. Since torch 2.8."""
 
 
 def are_saved_elsewhere() -> bool:
-    """Return whether `saved_tensors_hooks` are active, as inside a checkpoint. Since 2.8."""
+    """Return whether `saved_tensors_hooks` are active, as inside a checkpoint. Since torch 2.8."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

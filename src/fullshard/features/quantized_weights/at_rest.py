@@ -124,7 +124,7 @@ class CodedBucket(Bucket):
         return DecodedBuffer(message, full, mesh.shard_size, codec(self._form.name))
 
     def weights(self, index: int) -> torch.Tensor:
-        """Return this rank's part of parameter `index` as a tensor that torch can compute with as with plain values."""
+        """Return this rank's part of parameter `index` as a tensor that decodes itself in torch operations."""
         numel = self.layout.interval(index, self.mesh.shard_rank).numel
         like = torch.empty(numel, dtype=self.compute_dtype, device="meta")
         return CodedInterval(self._form, self._parts(index), like)

@@ -9,9 +9,9 @@ import torch
 from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
 
 parse_to = torch._C._nn._parse_to
-"""Parses the device and dtype arguments of `to()`. Otherwise, bitsandbytes would quantise twice. Since 2.0."""
+"""Parses the device and dtype arguments of `to()`. Otherwise, bitsandbytes would quantise twice. Since torch 2.0."""
 
 
 def wrapper(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
-    """Create a tensor of a subclass, without storage, with the shape and dtype of `like`. Since 2.0."""
+    """Create a tensor of a subclass, without storage, with the shape and dtype of `like`. Since torch 2.0."""
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=device)

@@ -18,13 +18,13 @@ ATTENTION_KERNELS = frozenset(
     }
 )
 """The kernels that `scaled_dot_product_attention` calls if it runs as one kernel. Selective checkpointing keeps their
-results; if torch renamed them, attention would be computed twice. Since 2.5."""
+results; if torch renamed them, attention would be computed twice. Since torch 2.5."""
 
 
 def is_compiled_function(function: Callable[..., Any]) -> bool:
-    """Return whether `torch.compile` made the function, so that checkpoints cannot inspect it. Since 2.0."""
+    """Return whether `torch.compile` made the function, so that checkpoints cannot inspect it. Since torch 2.0."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
 NormBase = _NormBase
-"""The base class of all batch norms, which stay in float32. Since 2.0."""
+"""The base class of all batch norms, which stay in float32. Since torch 2.0."""

@@ -17,17 +17,17 @@ OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.distributed.fsdp.FSDPModule": frozenset({"_get_fsdp_state"}),
 }
 """Methods that torch calls and that the class of sharded modules overrides: one refuses replicas, and one returns the
-state of torch's engine. If torch renamed them, the overrides would no longer be called. Since 2.0."""
+state of torch's engine. If torch renamed them, the overrides would no longer be called. Since torch 2.0."""
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Make torch's composable functions, such as `replicate`, skip the parameters of the module. Since 2.0."""
+    """Make torch's composable functions, such as `replicate`, skip the parameters of the module. Since torch 2.0."""
     registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
 
 
 def leave_state(module: nn.Module, state: object) -> None:
-    """Make torch's own `fully_shard.state(module)` return `state` instead of None. Since 2.6.
+    """Make torch's own `fully_shard.state(module)` return `state` instead of None. Since torch 2.6.
 
     torch's pipeline schedules use this object to reduce gradients after the backwards of a step.
     """

@@ -20,7 +20,7 @@ from fullshard.core.imports import Replaced
 
 
 def let_dtensors_compute() -> None:
-    """Make torch call the `__torch_dispatch__` of DTensor subclasses. Since 2.6.
+    """Make torch call the `__torch_dispatch__` of DTensor subclasses. Since torch 2.6.
 
     torch 2.13 and later do this. Releases 2.10 to 2.12 treat every DTensor as torch's own class unless a rule is
     registered for its type.
@@ -44,40 +44,40 @@ def let_dtensors_compute() -> None:
 
 
 zero_grad = Replaced.of(torch.optim.Optimizer, "zero_grad")
-"""It reads each `.grad` before dropping it, which would wrap sharded gradients as DTensors. Since 2.0."""
+"""It reads each `.grad` before dropping it, which would wrap sharded gradients as DTensors. Since torch 2.0."""
 
 total_norm = Replaced.of(clip_grad, "_get_total_norm")
-"""Called by `torch.nn.utils.clip_grad_norm_` and `get_total_norm`; it would return a local norm. Since 2.6."""
+"""Called by `torch.nn.utils.clip_grad_norm_` and `get_total_norm`; it would return a local norm. Since torch 2.6."""
 
 unscale = Replaced.of(torch.amp.GradScaler, "_unscale_grads_")
-"""Called by `GradScaler`; on an overflow only one rank would skip the step. Since 2.3."""
+"""Called by `GradScaler`; on an overflow only one rank would skip the step. Since torch 2.3."""
 
 check_sent = Replaced.of(distributed_c10d, "_check_single_tensor")
 check_sent_list = Replaced.of(distributed_c10d, "_check_tensor_list")
-"""Called with the tensors of a collective, to which every rank would pass different elements. Since 2.0."""
+"""Called with the tensors of a collective, to which every rank would pass different elements. Since torch 2.0."""
 
 distribute_tensor = Replaced.of(state_dict_utils, "distribute_tensor")
-"""Public. It supports only torch's own placements, also when a sharded model loads a tensor. Since 2.0."""
+"""Public. It supports only torch's own placements, also when a sharded model loads a tensor. Since torch 2.0."""
 
 redistribute = Replaced.of(DTensor, "redistribute")
 from_local = Replaced.of(DTensor, "from_local")
-"""Public. It would accept any elements for a placement that it does not support. Since 2.0."""
+"""Public. It would accept any elements for a placement that it does not support. Since torch 2.0."""
 
 make_dtensor = Replaced.of(tensor_api, "_dtensor_init_helper")
-"""Called by `torch.distributed.tensor.zeros`, `ones`, `full` etc., with the same effect. Since 2.0."""
+"""Called by `torch.distributed.tensor.zeros`, `ones`, `full` etc., with the same effect. Since torch 2.0."""
 
 distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
-"""Shards tensors from rank 0 for a model's state dict, but only along one dim. Since 2.5."""
+"""Shards tensors from rank 0 for a model's state dict, but only along one dim. Since torch 2.5."""
 
 run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
-"""Called by `torch.autograd.grad` and `backward`; gradients of sharded parameters would be None. Since 2.3."""
+"""Called by `torch.autograd.grad` and `backward`; gradients of sharded parameters would be None. Since torch 2.3."""
 
 
 def keep_every_box(hf_storage: Any) -> None:
     """Make `HuggingFaceStorageWriter` write all boxes of a tensor if this rank has several of them.
 
     A file can hold only one tensor of each name, so torch would silently keep only the last box. Here each further box
-    of a tensor goes to another file. Since 2.8.
+    of a tensor goes to another file. Since torch 2.8.
     """
     torchs = hf_storage.HuggingFaceStorageWriter._split_by_storage_plan
 
