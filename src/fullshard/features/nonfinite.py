@@ -1,10 +1,11 @@
-"""Keep optimizers from stepping if gradients are not finite on any rank.
+"""Prevent an optimizer step on all ranks if the gradients of any rank are not finite.
 
-    reduction            `reduced` checks each part of a sum while it is still in the cache
-    end of backward      one byte tells all ranks whether any rank has found NaN or infinity; no rank waits for it
-    optimizer.step()     reads that byte. Gradients are searched only if a rank has found such values
+    reduction            `reduced` checks each part of a sum of gradients while it is still in the cache
+    end of backward      an all-reduce of one byte tells all ranks whether any rank has found NaN or infinity; no rank
+                         waits for it yet
+    optimizer.step()     reads the byte. Only if it is set, the gradients are searched for such values
 
-If a loss scale makes sums overflow, the gradient scaler skips the step, and the byte is not read.
+If sums overflow because of a loss scale, the gradient scaler skips the step, and the byte is not read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Non-finite gradients, described identically on every rank.
+    """Describes non-finite gradients that were found. It is equal on every rank.
 
     Attributes:
         names: names of the affected parameters, mapped to the kind of value found.
@@ -55,10 +56,10 @@ class NonFinite:
 
 
 class NonFiniteGuard(Extension):
-    """Watch the gradients of one model.
+    """Checks the gradients of one model for NaN and infinity.
 
     Attributes:
-        policy: action for a step with non-finite gradients: raise an error on all ranks, skip the step, or do nothing.
+        policy: what to do if gradients are not finite: raise an error on all ranks, skip the step, or nothing.
         limit: maximum number of consecutive steps to skip.
         skipped: number of steps skipped so far.
     """
@@ -83,7 +84,7 @@ class NonFiniteGuard(Extension):
         self._names: dict[str, str] | None = None
 
     def choose(self, policy: str, limit: int) -> None:
-        """Set `policy` and `limit`."""
+        """Set the policy and the limit of skipped steps after validating both."""
         if policy not in get_args(OnNonFinite):
             raise ConfigError(f"there is no policy {policy!r} for non-finite gradients", hint="use raise, skip or off")
         if limit < 1:
@@ -96,7 +97,7 @@ class NonFiniteGuard(Extension):
     # -- in backward --------------------------------------------------------------------------------------------
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
-        """Check a part of a sum of gradients; see `comm.base.Watch`."""
+        """Check a part of a reduced gradient for NaN and infinity. `comm.base.Watch` describes the arguments."""
         if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
         if part.device.type != "cpu":  # not `dot`, which is limited to 2^31 elements on CUDA
@@ -114,7 +115,10 @@ class NonFiniteGuard(Extension):
         self._ranks |= {self._mesh.rank if group is None else dist.get_global_rank(group, rank) for rank in guilty}
 
     def backward_begins(self) -> None:
-        """Raise if steps must be skipped but optimizers use each gradient before all of them are known."""
+        """Raise an error if the policy is `skip` but an optimizer steps in backward.
+
+        Such an optimizer uses each gradient before all of them are known.
+        """
         self._is_early = self.model.backward.reducer.publishes_early
         if self._is_early and self.policy == "skip":
             raise LifecycleError(
@@ -142,9 +146,10 @@ class NonFiniteGuard(Extension):
         return flag
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Send this rank's flag to the other ranks without waiting.
+        """Start to send this rank's flag to the other ranks, without waiting.
 
-        An earlier message need not be waited for either, because this one includes it and arrives later.
+        A message of an earlier backward can be discarded without waiting for it, because this one contains its
+        information and arrives later.
         """
         if used:
             self._announce()
@@ -174,7 +179,7 @@ class NonFiniteGuard(Extension):
 
     @property
     def is_alarmed(self) -> bool:
-        """Return whether any rank has found non-finite gradients since the last step; equal on every rank."""
+        """Return whether any rank has found non-finite gradients since the last step. All ranks get the same result."""
         if self._message is None:
             return False
         if self._alarm is None:
@@ -185,7 +190,10 @@ class NonFiniteGuard(Extension):
         return self._alarm
 
     def before_clipping(self) -> None:
-        """Record which gradients are not finite on this rank, because clipping makes all of them NaN."""
+        """Record which gradients on this rank are not finite before they are clipped.
+
+        Clipping makes all of them NaN.
+        """
         if self._names is None and self.is_alarmed:
             self._names = self._look_through()
 
@@ -198,10 +206,11 @@ class NonFiniteGuard(Extension):
         return bad
 
     def _find(self, held: Iterable[str]) -> NonFinite | None:
-        """Return the fault in the named parameters' gradients, or None. This is a collective if the guard is alarmed.
+        """Return which gradients are not finite, or None if none of the parameters in `held` has such a gradient.
 
-        `held` is consumed only in that case. Current values count, because gradients may have been repaired or dropped
-        since.
+        This is a collective if the guard is alarmed. `held` contains parameter names and is iterated over only in that
+        case. The gradients are checked as they are now, because the script may have repaired or dropped some since
+        backward.
         """
         if not self.is_alarmed:
             return None
@@ -228,7 +237,11 @@ class NonFiniteGuard(Extension):
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Raise the same error on all ranks if gradients are not finite, or drop them if steps may be skipped."""
+        """Handle non-finite gradients before the optimizer steps, in the same way on all ranks.
+
+        If the policy is `skip`, set the optimizer's gradients to None, so that the step has no effect. Otherwise, raise
+        `NonFiniteError`.
+        """
         _left_out.discard(optimizer)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # set by a scaler: the optimizer's kernel skips the step
@@ -273,15 +286,18 @@ def was_left_out(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class NonFiniteMethods:
-    """Methods for `FSDPModule`."""
+    """Methods of `FSDPModule` that configure the check for non-finite gradients."""
 
     def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
-        """Set what happens at a step with NaN or infinite gradients on any rank, for the whole model.
+        """Choose what happens in a step if the gradients of any rank are NaN or infinite.
+
+        The setting applies to the whole model.
 
         Args:
             policy: `raise` raises a `NonFiniteError` on all ranks before anything is changed. `skip` makes all ranks
                 skip the step and drop the optimizer's gradients. `off` disables the check.
-            limit: maximum number of consecutive steps to skip; the next one raises the error.
+            limit: maximum number of consecutive steps to skip. If the next step also has to be skipped, it raises the
+            error.
 
         Raises:
             ConfigError: The policy does not exist, or the limit is less than 1.

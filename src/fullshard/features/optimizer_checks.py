@@ -1,4 +1,4 @@
-"""Refuse optimizers that would compute different results from a rank's part than from the complete tensor."""
+"""Detection of optimizers that would compute wrong results because each rank has only a part of each tensor."""
 
 from __future__ import annotations
 
@@ -42,10 +42,14 @@ _OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
 
 
 class OptimizerCheck(Extension):
-    """Check the optimizers of one model's parameters."""
+    """Checks the optimizers that update one model's parameters."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer needs unsharded tensors, or contiguous memory that a parameter does not have."""
+        """Raise an error if the optimizer cannot work with the model's sharded parameters.
+
+        This is the case if it needs complete tensors, or if it needs contiguous memory and a parameter consists of
+        several tensors.
+        """
         adapter = adapter_of(optimizer)
         if not adapter.works_on_parts:
             _check_whole(type(optimizer))
@@ -60,7 +64,10 @@ class OptimizerCheck(Extension):
 
 
 def _check_whole(kind: type) -> None:
-    """Raise if an optimizer needs unsharded tensors; warn of the cost if only its name suggests that."""
+    """Raise an error if this type of optimizer needs complete tensors.
+
+    If only its name suggests this, warn that every rank would gather all matrices.
+    """
     name, names = f"{kind.__module__}.{kind.__name__}", {cls.__name__ for cls in kind.__mro__}
     ours = _in_place_of(kind, names)
     if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):
@@ -79,7 +86,7 @@ def _check_whole(kind: type) -> None:
 
 
 def _in_place_of(kind: type, names: set[str]) -> str:
-    """Return a hint for replacing an optimizer that needs unsharded tensors; empty if there is none."""
+    """Return a hint about what to use instead of this type of optimizer, or an empty string if nothing replaces it."""
     if "Adafactor" in names:
         return _on_owners(kind, "whole_parameters=True, ...")
     if "Muon" in names:

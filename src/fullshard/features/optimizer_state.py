@@ -1,6 +1,7 @@
-"""Wrap the tensors in optimizer state dicts as sharded tensors, and shard plain ones when they are loaded.
+"""State dicts of optimizers with sharded parameters.
 
-The functions that replace torch's methods keep the argument names, because torch itself calls
+Saving wraps each rank's state tensors as sharded tensors, and loading cuts plain tensors to this rank's intervals. The
+functions that replace torch's methods have the same argument names as the methods, because torch itself calls
 `state_dict(self=optimizer)`.
 """
 
@@ -31,7 +32,7 @@ LOAD_STATE_DICT = Replaced.of(torch.optim.Optimizer, "load_state_dict")
 
 @functools.wraps(STATE_DICT.torchs)
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return torch's state dict, with this rank's intervals wrapped as `ShardedTensor`s."""
+    """Return torch's state dict, in which this rank's parts of the state are wrapped as `ShardedTensor`s."""
     adapter = adapter_of(self)
     adapter.rest(self)
     for parameter in (p for p in self.state if isinstance(p, ShardedParameter)):
@@ -49,7 +50,10 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return plain state in the optimizer's format, with the layout of the parameter unless state is plain."""
+    """Wrap plain state of a parameter as sharded tensors with the parameter's layout.
+
+    Return it unchanged if the parameter is not sharded, or if the optimizer keeps its state as plain tensors.
+    """
     if isinstance(parameter, ShardedParameter) and not adapter_of(optimizer).keeps_plain_state:
         return _wrapped(optimizer, state, parameter)
     return state
@@ -66,7 +70,7 @@ def _wrapped(optimizer: torch.optim.Optimizer, state: dict[str, Any], parameter:
 
 @functools.wraps(LOAD_STATE_DICT.torchs)
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as torch does, after unsharded tensors are cut to this rank's intervals."""
+    """Load a state dict as torch does, but first cut unsharded tensors to this rank's intervals."""
     adapter_of(self).rest(self)
     LOAD_STATE_DICT.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
@@ -76,7 +80,7 @@ def _map_states(
     state_dict: dict[str, Any],
     function: Callable[[dict[str, Any], ShardedParameter], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return `state_dict` with `function` applied to the state of each sharded parameter."""
+    """Return a copy of `state_dict` in which `function` has been applied to the state of each sharded parameter."""
     saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     held = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state = dict(state_dict["state"])
@@ -89,10 +93,10 @@ def _map_states(
 def cut_state(
     state: dict[str, Any], sharded: ShardedParameter, *, optimizer: torch.optim.Optimizer
 ) -> Mapping[str, Any]:
-    """Return the state of an unsharded parameter, cut to this rank's interval.
+    """Cut the state of an unsharded parameter to this rank's interval of the sharded parameter.
 
-    State that is already sharded must be for this rank's interval. State with a separate layout is not changed: see
-    `OptimizerAdapter.is_laid_out`.
+    State that is already sharded must cover this rank's interval. State that does not have the parameter's layout (see
+    `OptimizerAdapter.is_laid_out`) is not changed.
     """
     cut = {}
     for key, kept in state.items():
@@ -124,13 +128,13 @@ def install() -> None:
 
 
 def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
-    """Replace original parameters with their sharded versions, in place, group by group.
+    """Replace the unsharded parameters that an optimizer holds with their sharded versions, in place.
 
-    Hyperparameters and the order of groups do not change. Optimizer state is cut to this rank's interval.
+    Hyperparameters and the order of groups do not change. Optimizer state is cut to this rank's intervals.
 
     Args:
         optimizer: an optimizer created before the model was sharded. Any other optimizer is left unchanged.
-        model: the model, to check that the optimizer holds some of its parameters.
+        model: if given, check that the optimizer holds some of its parameters.
 
     Raises:
         OptimizerError: The optimizer fails `check_optimizer`, or holds no parameter of `model`.

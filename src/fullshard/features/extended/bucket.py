@@ -164,7 +164,7 @@ class ExtendedBuffer(FullBuffer):
 
     @property
     def whole_dtype(self) -> str | None:
-        """Return the dtype of the gathered tensor if it is the only tensor kept, or None otherwise."""
+        """Return the dtype of the gathered tensor if the extension keeps only this tensor, or None otherwise."""
         outputs = [output for _, output in self._outputs]
         return dtype_name(outputs[0].dtype) if len(outputs) == 1 and not self._beside else None
 

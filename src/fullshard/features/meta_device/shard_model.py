@@ -1,4 +1,4 @@
-"""Shard a complete model in one call, given a strategy and a list of modules; meta tensors are allowed."""
+"""Shard a complete model in one call, given a strategy and the modules that become units."""
 
 from __future__ import annotations
 
@@ -52,21 +52,23 @@ def shard_model(
 ) -> ModuleT:
     """Shard a complete model in one call. Tied parameters may be in different units.
 
+    Parameters and buffers may be on the meta device.
+
     Args:
         model: the model, which becomes the outermost unit.
         unit_modules: submodules that become units (see `fullshard.wrap.policies`).
-        strategy: a row of `core.strategy`, by name or code.
+        strategy: name or code of a strategy in `core.strategy`.
         shard_size: number of ranks per shard group; required only by hybrid strategies.
         reshard_after_forward: overrides the setting of the strategy.
         mp_policy: as for `fully_shard`.
         offload_policy: as for `fully_shard`.
         ignored_params: parameters that are not sharded.
-        forward_prefetch: unshard the next unit while one runs forward.
+        forward_prefetch: unshard the next unit while the current unit runs forward.
         backward_prefetch: a name of `BackwardPrefetch`.
         sync_module_states: use rank 0's parameters and buffers on all ranks.
         param_init_fn: function that initialises one module on the meta device.
         device: device to compute on; by default the accelerator, if there is one.
-        mesh: ranks to use, instead of all of them (`fullshard simulate` passes its own mesh).
+        mesh: mesh of the ranks to use, instead of all ranks (`fullshard simulate` passes its own mesh).
         event_sink: object that receives the engine's events.
 
     Raises:
@@ -135,7 +137,10 @@ def _plan_units(
     weights: WeightSource | None,
     ignored: Iterable[nn.Parameter],
 ) -> list[UnitPlan]:
-    """Assign every parameter to a unit, after all tensors that must be sharded have become parameters."""
+    """Assign every parameter of the model to a unit, and return one plan for each unit.
+
+    Tensors that must be sharded but are not parameters yet are first made parameters.
+    """
     prepare(model, is_read_later=weights is not None)
     if weights is not None:
         weights.start(model)

@@ -1,8 +1,9 @@
-"""Units on the meta device: they have a layout, but no memory until their parameters get values.
+"""Units on the meta device, which have a layout but no memory until their parameters get values.
 
-Until then modules hold stand-ins that have the global shape and the layout of the future sharded parameters. A unit is
-made real by `model.to_empty(device=)`, by `load_state_dict`, or at the first forward if its modules hold real
-parameters by then. Casting a model uses the same path in one step.
+Until then, the modules hold stand-ins, which are DTensors with the global shape and the layout of the future
+sharded parameters. A unit is made real by `model.to_empty(device=)`, by `load_state_dict`, or at the first forward if
+its modules hold real parameters by then. When a model is cast, its parameters are replaced with stand-ins for a moment
+and made real again in the new dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fullshard.wrap.partition import Slot
 
 
 class StandIns:
-    """The parameters that the modules of a unit hold while it has no buckets, and the source of their values."""
+    """The parameters that a unit's modules hold until the unit is allocated. It is also the source of their values."""
 
     def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
         self.entries = list(entries)
@@ -59,7 +60,7 @@ class StandIns:
     def cast(
         cls, entries: Iterable[tuple[Slot, ShardedTensor]], fn: Callable[[torch.Tensor], torch.Tensor]
     ) -> StandIns:
-        """Create stand-ins from a unit's parameters by applying `fn`, which casts them, to this rank's intervals."""
+        """Create stand-ins for a unit's parameters from this rank's intervals, which `fn` casts to another dtype."""
         changed = []
         for slot, held in entries:
             local = fn(held.local.detach())
@@ -75,7 +76,7 @@ class StandIns:
         return [stand_in.names[0] for slot, stand_in in self.entries if _held(slot).is_meta]
 
     def error(self, unit: UnitParameters) -> LifecycleError:
-        """Return the error for using a unit before its parameters have values."""
+        """Return the error to raise when a unit is used before its parameters have values."""
         return LifecycleError(
             "FSDP parameters should be materialized from meta device before training, but the following were still "
             f"on meta device: {self.names_on_meta} (rank {unit.mesh.rank}, unit {unit.name!r})",
@@ -86,7 +87,11 @@ class StandIns:
         )
 
     def settle(self) -> None:
-        """Use the parameters that the modules hold now in place of the originals."""
+        """Make the parameters that the modules hold now the originals of the unit.
+
+        The script may have replaced parameters while they were on the meta device. Raise an error if a replacement has
+        another shape or dtype, or if a hook was registered that would never run.
+        """
         for slot, stand_in in self.entries:
             held, original = _held(slot), slot.parameter
             if (held.shape, held.dtype) != (original.shape, original.dtype):
@@ -106,7 +111,7 @@ class StandIns:
             slot.parameter = kind_of(original).outline(original, requires_grad=held.requires_grad)
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out`, shape (n,), with an interval of a parameter, or with NaN if it has no values yet."""
+        """Fill `out` of shape (n,) with an interval of a parameter, or with NaN if the parameter has no values yet."""
         held, spec = _held(slot).detach(), self._specs[id(slot)]
         held = held if isinstance(held, DTensor) else kind_of(held).plain(held)
         if held.is_meta:
@@ -136,9 +141,9 @@ def _held(slot: Slot) -> torch.Tensor:
 
 
 class MetaDevice(Extension):
-    """Defer the allocation of units on the meta device until their parameters have values.
+    """Defers the allocation of units on the meta device until their parameters have values.
 
-    `unfilled` contains the units that were allocated without values since the last forward.
+    `unfilled` contains the units that have been allocated without values since the last forward.
     """
 
     def __init__(self, model: Schedule) -> None:
@@ -147,13 +152,13 @@ class MetaDevice(Extension):
         self.unfilled: dict[Unit, None] = {}
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over the units of a model that became part of this one."""
+        """Take over the units of a model that has become part of this model."""
         part = cast("MetaDevice", earlier)
         self.stand_ins |= part.stand_ins
         self.unfilled |= part.unfilled
 
     def postpones(self, unit: Unit) -> bool:
-        """Defer a unit if any of its parameters is on the meta device, and return whether it is deferred."""
+        """Defer the unit if any of its parameters is on the meta device. Return whether it has been deferred."""
         if not any(slot.parameter.is_meta for slot in unit.slots):
             return False
         self.put(unit, StandIns.of(unit))
@@ -165,11 +170,11 @@ class MetaDevice(Extension):
         return True
 
     def put(self, unit: Unit, stand_ins: StandIns) -> None:
-        """Assign stand-ins to the modules of a unit until `make_real`."""
+        """Make the modules of a unit hold these stand-ins until `make_real` allocates the unit."""
         unit.stand_ins = self.stand_ins[unit] = stand_ins
 
     def before_forward(self) -> None:
-        """Allocate the units that have values by now, and warn of units with memory but without values."""
+        """Allocate the deferred units, which must have values by now. Warn about memory that was never filled."""
         for unit in reversed(self.model.units) if self.stand_ins else ():  # errors name the first unit in the model
             self.make_real(unit)
         for unit in self.unfilled:
@@ -177,7 +182,7 @@ class MetaDevice(Extension):
         self.unfilled.clear()
 
     def make_real(self, unit: Unit, *, is_filled: bool = True) -> None:
-        """Allocate the buckets of a unit from the values that its modules hold now, unless it has buckets.
+        """Allocate a unit and fill it with the values that its modules hold now. Do nothing if it is already allocated.
 
         If `is_filled`, missing values are an error. Otherwise, parameters without values are set to NaN and must be
         filled later.
@@ -217,7 +222,7 @@ def _before_load(
     metadata: Mapping[str, Any],
     *_arguments: object,
 ) -> None:
-    """Allocate a unit if the state dict has a value for one of the module's parameters."""
+    """Allocate the unit before a state dict is loaded that has a value for one of the module's parameters."""
     unit = own()
     if unit is None:
         return
@@ -230,7 +235,7 @@ def _before_load(
 
 
 def _after_load(own: weakref.ref[Unit], _module: nn.Module, _incompatible: object) -> None:
-    """Allocate a unit once all its parameters have values, so that later code does not overwrite them."""
+    """Allocate the unit after a load once all its parameters have values, so that later code cannot overwrite them."""
     if (unit := own()) is not None:
         meta_device = MetaDevice.of(unit.schedule)
         stand_ins = meta_device.stand_ins.get(unit)

@@ -1,4 +1,4 @@
-"""Host memory next to a device, for shards, optimizer state and activations."""
+"""Offloading of shards, optimizer state and activations from the device to host memory."""
 
 from fullshard.features.offload.pages import ActivationOffload
 from fullshard.features.offload.storage import CPUOffloadPolicy, OffloadPolicy, store_on_host

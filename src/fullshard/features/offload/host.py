@@ -1,16 +1,16 @@
-"""Host memory next to a device: its buffers, and copies between host and device in both directions.
+"""Host memory for data that is offloaded from a device, and copies in both directions.
 
-    to the device    compute shards for a unit's all-gather, copied on a separate stream as soon as the all-gather is
-                     issued, and activations, one unit ahead of backward (`pages`)
-    to the host      reduced gradients, copied on another stream while backward continues, and activations, during
-                     forward
+    to the device    compute shards for a unit's all-gather, which are copied on a separate stream as soon as the
+                     all-gather is issued, and activations, which are copied one unit ahead of backward (`pages`)
+    to the host      reduced gradients, which are copied on another stream while backward continues, and activations,
+                     which are copied during forward
 
-Each copy is waited for where its result is used. The `wait` of an all-gather makes the compute stream wait. The `wait`
-of a gradient blocks the host, because any code may read the resulting plain tensor. `settle` waits for copies that
-still read host memory. Without streams each copy is complete when the call returns, and nothing else changes.
+The engine waits for a copy only where its result is used. The `wait` of an all-gather makes the compute stream wait.
+The `wait` of a gradient blocks the host, because any code may read the resulting plain tensor. `settle` waits for
+copies that still read host memory. Without streams, each copy is complete when the call returns; the rest is the same.
 
-On a CPU, host and device are the same and nothing is moved, except in a rehearsal. "The host" is then a separate
-allocation, and copies and events are the same as for any other device.
+On a CPU, host and device are the same and nothing is moved, except in a rehearsal. In a rehearsal, "the host" is a
+separate allocation on the CPU, and copies and events are the same as for any other device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAVING = 1
 
 
 class Host:
-    """Host memory for one device, and the copies between the two.
+    """Allocates host memory for data of one device, and copies tensors between host and device.
 
     Args:
         device: the compute device. With a CPU or the meta device, copies are synchronous.
@@ -52,19 +52,20 @@ class Host:
         self._leaving: deque[_Leaving] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory of shape (numel,)."""
+        """Return an uninitialised tensor of shape (numel,) in host memory."""
         return torch.empty(numel, dtype=dtype, device=self._place, pin_memory=self._pins)
 
     def copying_to_device(self) -> AbstractContextManager[object]:
-        """Enqueue copies inside the block on a separate stream, after all computation launched so far.
+        """Launch the copies inside the block on a separate stream. It first waits for all computation launched so far.
 
-        Memory allocated inside belongs to the copy stream. Its owner must make the compute stream use it before freeing
-        it, and it must not be reused earlier than that; the wait at the beginning ensures this.
+        Memory allocated in the block belongs to the copy stream. Its owner must make the compute stream wait for the
+        copies before it frees the memory. The wait at the beginning of the block ensures that memory in use is not
+        overwritten.
         """
         return self._beside(self._to_device)
 
     def arriving(self, work: Work) -> Work:
-        """Return `work`, launched inside `copying_to_device`, with a wait that includes the copies."""
+        """Return `work`, which was launched inside `copying_to_device`, such that `wait` also waits for the copies."""
         if self._to_device is not None:
             self._reading = self._to_device.record_event()
             copied = Copied(self._reading, self._device)
@@ -79,7 +80,7 @@ class Host:
         return work
 
     def send(self, work: Work) -> Work:
-        """Copy the result of `work` from the device to the host as soon as it is available."""
+        """Start to copy the result of `work` to the host, and return work that waits for the copy."""
         with self._beside(self._to_host):
             tensor = work.wait()
             home = self.empty(tensor.numel(), tensor.dtype)
@@ -93,7 +94,10 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Return whether host and device have the same type, so that a tensor does not show where it is."""
+        """Return whether host and device have the same type.
+
+        The device of a tensor then does not show where the tensor is.
+        """
         return self._place.type == self._device.type
 
     def is_there(self, tensor: torch.Tensor) -> bool:
@@ -101,13 +105,16 @@ class Host:
         return tensor.device.type == self._place.type
 
     def copy_of(self, flat: torch.Tensor, *, to_host: bool) -> torch.Tensor:
-        """Copy a 1-D tensor to the other side on the compute stream; host copies are complete after `finish`."""
+        """Copy a 1-D tensor to the host or to the device, on the compute stream.
+
+        A copy on the host must not be read before `finish`.
+        """
         return self._like(flat, on_host=to_host).copy_(flat, non_blocking=self._pins)
 
     def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:
-        """Copy 1-D tensors to the other side on a separate stream, after all computation launched so far.
+        """Copy 1-D tensors to the host or to the device on a separate stream, after all computation launched so far.
 
-        Wait before you read the copies or free the source tensors.
+        The caller must wait for the returned handle before it reads the copies or frees the source tensors.
         """
         stream = self._to_host if to_host else self._to_device
         with self._beside(stream):
@@ -117,7 +124,7 @@ class Host:
         return made, self._copied(stream)
 
     def _copied(self, stream: torch.Stream | None) -> Copied:
-        """Return a handle to wait for all work launched on a stream so far."""
+        """Return a handle that waits for all work launched on a stream so far."""
         return Copied(None if stream is None else stream.record_event(), self._device)
 
     def _like(self, flat: torch.Tensor, *, on_host: bool) -> torch.Tensor:
@@ -126,12 +133,12 @@ class Host:
         return torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
 
     def finish(self) -> None:
-        """Wait until all copies made by `copy_of` are complete."""
+        """Wait until all copies to the host that `copy_of` has launched are complete."""
         if self._pins:
             torch.accelerator.current_stream(self._device).synchronize()
 
     def settle(self) -> None:
-        """Wait until no gather reads host memory, so that it may change at any time."""
+        """Wait until no all-gather reads host memory any more, so that the caller may change it."""
         if self._reading is not None:
             self._reading.synchronize()
             self._reading = None
@@ -146,13 +153,13 @@ class Host:
 
 @functools.cache
 def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
-    """Return the `Host` shared by all models that compute on `device`."""
+    """Return the `Host` that all models on `device` share."""
     return Host(device, pins=pins, overlaps=overlaps)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """The layout needed to rebuild a tensor from its storage."""
+    """Describes a tensor within its storage, so that the tensor can be rebuilt from another storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -161,11 +168,11 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageView:
-        """Return the layout of `tensor` in its storage."""
+        """Return a description of `tensor` within its storage."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def of_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor with the same layout in another storage, on any device."""
+        """Return the tensor that this describes as a view of another storage, which can be on any device."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -177,13 +184,13 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A handle to wait for the end of a copy."""
+    """A handle that waits for a copy."""
 
     event: torch.Event | None
     device: torch.device
 
     def wait(self) -> None:
-        """Make the current stream wait for the copy."""
+        """Make the current stream wait for the copy. This does not block the host."""
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
 
@@ -197,13 +204,13 @@ class _Leaving:
     copied: Copied
 
     def release(self) -> None:
-        """Let later computation reuse the tensor's device memory once the copy is complete."""
+        """Make later computation wait for the copy, and release the tensor's device memory."""
         if self.tensor is not None:
             self.copied.wait()
         self.tensor = None
 
     def wait(self) -> torch.Tensor:
-        """Block until the tensor is on the host."""
+        """Block the host until the copy is complete, and return the tensor on the host."""
         self.release()
         if self.copied.event is not None:
             self.copied.event.synchronize()

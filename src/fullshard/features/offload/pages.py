@@ -1,20 +1,22 @@
 """Keep the tensors that autograd saves in host memory between forward and backward.
 
-A page contains all tensors saved from the beginning of one unit to the beginning of the next one. Forward writes pages
-and backward reads them in reverse order, so each page is on the device only twice:
+A page contains all tensors that are saved from the beginning of one unit until the beginning of the next. Forward
+writes pages, and backward reads them in reverse order. Each page is on the device twice, when forward writes it and
+when backward reads it:
 
-    the next unit begins   the page is complete and is copied to the host while that unit computes
-    the unit after begins  the device waits for the copy and frees the memory
-    backward needs it      it was copied back while backward used the page after it; now the copy of the page before
-                           it starts
+    the next unit begins    the page is complete and is copied to the host while that unit computes
+    the unit after begins   the device waits for the copy and frees the page's memory
+    backward reads a page   it was copied back while backward used the page that follows it; now the copy of the page
+                            that precedes it starts
 
-The device therefore holds two pages, plus the last one: the page of the last unit and all that follows (head, loss)
-stays on the device, because backward starts with it. If activations inside a unit are checkpointed, a page consists of
-that unit's input.
+The device therefore holds two pages, plus the last one. The page of the last unit and of all computation that follows
+(head, loss) stays on the device, because backward starts with it. If activations inside a unit are checkpointed, the
+page contains only that unit's input.
 
-A storage is moved only once, even if several views of it are saved, and only if there is no other holder. Otherwise,
-moving it would not free memory, so it is passed on to the next page. For this reason attention masks and rotary tables,
-which every layer saves, stay on the device, and no code can change a storage while it is copied.
+A storage is copied only once, even if several views of it are saved, and only if nothing else holds it. Otherwise,
+copying would not free any memory, so the storage is passed on to the next page. Attention masks and rotary tables,
+which every layer saves, therefore stay on the device. This rule also ensures that no code can change a storage while it
+is copied.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ They are mostly statistics of norms and attention: four bytes per token, compare
 
 
 class Pages:
-    """The pages of one model and their current locations."""
+    """Holds the pages of one model, and moves them between device and host."""
 
     def __init__(self, units: Sequence[Unit], host: Host) -> None:
         self._host, self._device = host, units[-1].mesh.device
@@ -62,16 +64,17 @@ class Pages:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Pages | None:
-        """Return the pages of a list of units, or None if no unit has its activations on the host."""
+        """Create the pages for a list of units. Return None if no unit offloads its activations to the host."""
         storages = (unit.storage for unit in units if isinstance(unit.storage, HostStorage))
         return next((cls(units, storage.host) for storage in storages if storage.offload.activations), None)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def begin(self, *, ahead: bool) -> None:
-        """Start a forward of the model; `ahead` allows backward to keep two pages on the device.
+        """Start to record pages in a forward of the model.
 
-        Do nothing without autograd, or inside other code's hooks for saved tensors: a script that checkpoints the
+        If `ahead` is set, backward copies the next page while it uses one, so that two pages are on the device. Do
+        nothing if autograd is disabled, or if other hooks for saved tensors are active: a script that checkpoints the
         complete model has already decided what to keep.
         """
         self.end()  # in case a forward was interrupted
@@ -82,7 +85,10 @@ class Pages:
             self._is_watching = True
 
     def turn(self, unit: Unit) -> None:
-        """Start the page of a unit, which receives all tensors saved from here on, and send the previous page."""
+        """Start the page of a unit, and start to copy the previous page to the host.
+
+        The new page receives all tensors that are saved from now on.
+        """
         if not self._is_watching:
             return
         self._give_up()
@@ -92,14 +98,14 @@ class Pages:
             self._send(before, self.page)
 
     def end(self) -> None:
-        """End a forward that has completed or failed."""
+        """End the forward of the model, whether it has completed or failed."""
         if self._is_watching:
             self._is_watching = False
             self._hooks.__exit__()
         self._give_up()
 
     def _send(self, page: Page, following: Page) -> None:
-        """Copy the storages held only by this page to the host, and pass the others on to the next page."""
+        """Start to copy the page's storages to the host. Pass storages with other holders on to the next page."""
         if not page.unit.storage.offload.activations:
             return
         blocks = []
@@ -118,7 +124,7 @@ class Pages:
             page.emit(EventKind.TO_HOST, blocks)
 
     def _give_up(self) -> None:
-        """Free the device memory of the page that is being sent, once its copy is complete."""
+        """Wait for the copy of the page that was last sent to the host, and free its device memory."""
         if self._leaving is not None:
             blocks, copied = self._leaving
             copied.wait()
@@ -176,7 +182,7 @@ class Pages:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def want(self, page: Page) -> None:
-        """Make computation wait for the page that backward needs now, and start to copy the previous page."""
+        """Wait for the page that backward needs now, and start to copy the page that it needs next."""
         if page is self._wanted:
             return
         self._bring(page)
@@ -202,7 +208,10 @@ class Pages:
 
 
 class Page:
-    """The tensors saved between the beginnings of two units. The autograd graph keeps the blocks alive."""
+    """The tensors saved between the beginning of one unit and the beginning of the next.
+
+    The page does not keep its blocks alive; the autograd graph does.
+    """
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number = unit, number
@@ -218,17 +227,17 @@ class Page:
                 yield block
 
     def add(self, block: _Block) -> None:
-        """Add a block, and remove it from the page it was in."""
+        """Add a block to this page, and remove it from the page that it was in."""
         block.page = self
         self._blocks.append(weakref.ref(block))
 
     def emit(self, kind: EventKind, blocks: Iterable[_Block]) -> None:
-        """Report a copy to the event sink."""
+        """Report a copy of these blocks to the event sink."""
         self.unit.emit(kind, sum(block.nbytes for block in blocks), what="activations")
 
 
 class _Block:
-    """A storage with tensors saved by the graph; those tensors keep it alive."""
+    """A storage that contains saved tensors. The saved tensors in the autograd graph keep it alive."""
 
     __slots__ = ("__weakref__", "nbytes", "on_device", "on_host", "page", "storage_id")
 
@@ -242,11 +251,11 @@ class _Block:
 
 @dataclass(slots=True)
 class _Saved:
-    """The object that the graph holds in place of a saved tensor.
+    """The object that the autograd graph holds in place of a saved tensor.
 
     Attributes:
         tensor: the tensor if it stays on the device; otherwise an empty tensor that shares its version counter.
-        version: value of that counter when the tensor was saved.
+        version: value of the version counter when the tensor was saved.
         block, view: location of the data, or None if the tensor stays on the device.
     """
 
@@ -258,7 +267,7 @@ class _Saved:
 
 @functools.cache
 def _uses_of_one_holder() -> int:
-    """Return torch's use count of a storage held only by one block; it differs between torch releases."""
+    """Return the use count that torch reports if only a block holds a storage. It differs between torch releases."""
     tensor = torch.empty(1)
     block = _Block(tensor.untyped_storage())
     del tensor
@@ -266,7 +275,7 @@ def _uses_of_one_holder() -> int:
 
 
 class ActivationOffload(Extension):
-    """Move the pages of one model if its activations are on the host."""
+    """Offloads the activations of one model to the host, page by page, if the model is configured to do so."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
@@ -275,11 +284,11 @@ class ActivationOffload(Extension):
         self._is_checked = False
 
     def materialized(self) -> None:
-        """Create the pages if any unit has its activations on the host."""
+        """Create the pages if any unit offloads its activations to the host."""
         self._pages = Pages.of(self.model.units)
 
     def forward_begins(self) -> None:
-        """Prepare to write pages."""
+        """Start to record pages. Raise an error if the model has only one unit."""
         if self._pages is None:
             return
         if not self._is_checked:
@@ -288,21 +297,21 @@ class ActivationOffload(Extension):
         self._pages.begin(ahead=self.model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
     def call_begins(self, unit: Unit) -> None:
-        """Start a page before the unit saves any tensors."""
+        """Start the unit's page before the unit saves any tensors."""
         if self._pages is not None:
             self._pages.turn(unit)
 
     def call_ends(self, unit: Unit, call: Call) -> None:
-        """Remember which page backward needs when it reaches the outputs of this forward."""
+        """Remember which page backward needs when it reaches the outputs of this call."""
         if self._pages is not None and self._pages.page is not None:
             self._page_of[call] = self._pages.page
 
     def call_backward_begins(self, unit: Unit, call: Call) -> None:
-        """Wait for the page, and start to copy the previous one back."""
+        """Wait for the page of this call, and start to copy the page that backward needs next."""
         if self._pages is not None and (page := self._page_of.get(call)) is not None:
             self._pages.want(page)
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Stop writing pages."""
+        """Stop recording pages."""
         if self._pages is not None:
             self._pages.end()

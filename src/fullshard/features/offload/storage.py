@@ -1,4 +1,7 @@
-"""Storage of shards that are partly in host memory: the location of each tensor, and when it is copied."""
+"""Storage of shards that are partly in host memory.
+
+It determines where each tensor is kept and when it is copied.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host: Host, way: EventKind) -> None:
-    """Copy the optimizer state that visits the device there before a step, or back after it."""
+    """Copy optimizer state to the device before a step, or back to the host after it.
+
+    This affects only buckets whose state is kept on the host but updated on the device.
+    """
     visiting = {bucket for bucket in buckets if bucket.plan.state_visits_device}
     if not visiting:
         return
@@ -50,7 +56,10 @@ def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a state value, unwrapping tensor subclasses. Step counts are excluded."""
+    """Yield the plain tensors in a state value, including those inside tensor subclasses.
+
+    Scalars such as step counts are skipped.
+    """
     if isinstance(value, ShardedTensor):
         yield value.local
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
@@ -61,7 +70,7 @@ def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
-    """Copy the memory that `tensors` share, and make them views of the copy."""
+    """Copy the storage that `tensors` share to the host or the device, and make the tensors views of the copy."""
     copy = host.copy_of(bytes_of(tensors[0].untyped_storage()), to_host=way is EventKind.TO_HOST).untyped_storage()
     for tensor in tensors:
         view = StorageView.of(tensor).of_storage(copy)
@@ -73,13 +82,13 @@ def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPolicy:
-    """The choice of data to keep in host memory. By default, everything stays on the device.
+    """Selects which data to keep in host memory. By default, everything stays on the device.
 
     Attributes:
-        compute_shards, main_weights: see `core.offload.Offload`.
-        optimizer_state: see `core.offload.Offload`; None means the location of the main weights.
-        activations: see `core.offload.Offload`; not included in "everything", which refers to parameters.
-        pin_memory: page-lock host memory. Otherwise, copies do not overlap.
+        compute_shards, main_weights: see `core.offload.Offload`. optimizer_state: see `core.offload.Offload`; None
+        means the same location as the main weights. activations: see `core.offload.Offload`; must be set separately,
+        because `everything` there refers to parameters. pin_memory: page-lock host memory. Otherwise, copies do not
+        overlap with computation.
 
     Raises:
         ConfigError: The combination is not possible.
@@ -96,15 +105,15 @@ class OffloadPolicy:
 
     @property
     def offload(self) -> Offload:
-        """Return the switches as an `Offload`."""
+        """Return the selection as an `Offload`."""
         return Offload.of(False, self.compute_shards, self.main_weights, self.optimizer_state, self.activations)
 
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Offload everything that is sharded. On a CPU nothing is moved, because it is already there.
+    """Offloads all sharded data. On a CPU nothing is moved, because the data is already in host memory.
 
-    As in torch, `pin_memory` is the only argument that may be positional.
+    As in torch, only `pin_memory` may be a positional argument.
     """
 
     compute_shards: bool = field(default=True, kw_only=True)
@@ -113,7 +122,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def offload_of(policy: Any) -> Offload | None:
-    """Return what a policy of fullshard or torch (FSDP1 or FSDP2) offloads, or None for another object."""
+    """Return what a policy of fullshard or torch (FSDP1 or FSDP2) offloads, or None if `policy` is not a policy."""
     if isinstance(policy, OffloadPolicy):
         return policy.offload
     if hasattr(policy, "offload_params"):
@@ -129,7 +138,7 @@ class OneMemory(Storage):
         self._wanted = wanted
 
     def check(self, plans: Sequence[UnitPlan]) -> None:
-        """Raise for combinations that are not possible."""
+        """Raise an error if the selected data cannot be offloaded together."""
         if self._wanted.activations:
             check_offloads_activations(len(plans))
         is_frozen = (not slot.parameter.requires_grad for plan in plans for slot in plan.slots)
@@ -142,10 +151,10 @@ class OneMemory(Storage):
 
 
 class HostStorage(OneMemory):
-    """Storage of shards for a device with separate memory.
+    """Storage of shards for a device that has memory separate from the host's.
 
     Attributes:
-        host: allocates buffers on the host and copies them.
+        host: allocates buffers in host memory and copies them.
     """
 
     def __init__(self, offload: Offload, host: Host) -> None:
@@ -160,12 +169,12 @@ class HostStorage(OneMemory):
         return self.host.empty(bucket.plan.main_numel, dtype)
 
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
-        """Return zeros on the host if the main weights are there, or on the device if not."""
+        """Allocate a bucket's main weights, filled with zeros, on the host or on the device as the plan requires."""
         is_there = bucket.plan.main_is_on_host
         return self._empty(bucket, bucket.dtype).zero_() if is_there else super().make_main(bucket)
 
     def make_compute_shard(self, bucket: Bucket) -> torch.Tensor:
-        """Return `main`, or memory for a copy on the device or in the compute dtype."""
+        """Return `main` if it is also the compute shard. Otherwise, allocate memory for a compute shard."""
         if bucket.plan.compute_shard_is_main:
             return bucket.main
         if bucket.plan.is_gathered_from_host:
@@ -173,7 +182,11 @@ class HostStorage(OneMemory):
         return torch.empty(bucket.plan.main_numel, dtype=bucket.compute_shard_dtype, device=bucket.mesh.device)
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
-        """Copy the compute shard to the device if it is on the host or outdated, and all-gather it."""
+        """All-gather a bucket's compute shard.
+
+        If it is on the host, it is copied to the device first. If it is outdated, it is first updated from the main
+        weights.
+        """
         is_outdated = bucket.compute_shard is not bucket.main and is_changed
         if not (bucket.plan.is_gathered_from_host or is_outdated):
             return super().gather(bucket, exactly=exactly, is_changed=is_changed)
@@ -187,7 +200,7 @@ class HostStorage(OneMemory):
 
     @torch.no_grad()
     def _update_compute_shard(self, bucket: Bucket) -> None:
-        """Cast the changed `main` on the host, and copy the result to the compute shard."""
+        """Cast the main weights to the compute dtype on the host, and copy the result to the compute shard."""
         cast = bucket.main
         if bucket.compute_shard_dtype != bucket.dtype:
             is_there = bucket.plan.is_gathered_from_host
@@ -197,17 +210,17 @@ class HostStorage(OneMemory):
             bucket.compute_shard.copy_(cast, non_blocking=cast.is_pinned())
 
     def take_gradient(self, bucket: Bucket, reduced: Work, nbytes: int) -> Work:
-        """Copy a gradient to the host as soon as it is reduced."""
+        """Start to copy a reduced gradient to the host, and return work that waits for the copy."""
         work = self.host.send(reduced)
         bucket.owner.emit(EventKind.TO_HOST, nbytes, what="gradient", bucket=bucket.number)
         return work
 
     def settle(self) -> None:
-        """Wait until no gather reads host memory."""
+        """Wait until no all-gather reads host memory any more."""
         self.host.settle()
 
     def before_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Move optimizer state to the device before an update, if necessary."""
+        """Copy optimizer state that is kept on the host to the device if the update runs there."""
         if any(bucket.plan.main_is_on_host for bucket in buckets):
             for name in ("grad_scale", "found_inf"):  # from GradScaler; fused optimizers do not wait for a copy
                 if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
@@ -215,12 +228,18 @@ class HostStorage(OneMemory):
         move_state(optimizer, buckets, self.host, EventKind.TO_DEVICE)
 
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Move optimizer state that was created or loaded on the device to the host."""
+        """Copy optimizer state back to the host after an update.
+
+        This includes state that was created or loaded on the device.
+        """
         move_state(optimizer, buckets, self.host, EventKind.TO_HOST)
 
 
 def store_on_host(policy: Any, device: torch.device) -> Storage | None:
-    """Return the storage for a policy of fullshard or torch (which has one switch), or None for another object."""
+    """Return the storage for an offload policy of fullshard or torch.
+
+    Return None if `policy` is not an offload policy. Torch's policies offload either all shards or nothing.
+    """
     wanted = offload_of(policy)
     # FSDP1's policy has no `pin_memory`.
     return None if wanted is None else _storage(wanted, device, getattr(policy, "pin_memory", True), OFFLOAD.read())
@@ -234,7 +253,10 @@ def _storage(wanted: Offload, device: torch.device, pins: bool, mode: str | None
 
 
 def check_offloads_activations(units: int) -> None:
-    """Raise if a model with offloaded activations has only one unit: backward would start with all of them."""
+    """Raise an error if a model with offloaded activations has only one unit.
+
+    Backward would then start with all activations on the device, so nothing would be saved.
+    """
     if units == 1:
         raise ConfigError(
             "activations are on the host and the complete model is one unit, so backward would start with all of them",
