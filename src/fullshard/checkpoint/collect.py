@@ -150,7 +150,7 @@ class RankWriter:
         return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
 
     def stage(self, memory: HostMemory) -> None:
-        """Copy the state that will be written to host memory, so that later training steps cannot change it."""
+        """Copy the state to host memory, so that later training steps cannot change what will be written."""
         self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:

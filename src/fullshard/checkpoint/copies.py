@@ -1,4 +1,4 @@
-"""Keep copies of the training state in host memory. They survive a killed process, so a restart need not read the disk.
+"""Keep copies of the training state in host memory, so that a restart after a killed process does not read from disk.
 
     training       ... step | collect, copy weights | step ...                                        | step ...
     background              |                       | write to this host's memory, send to the partner, seal   |

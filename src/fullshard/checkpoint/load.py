@@ -142,8 +142,8 @@ def load_proved(
     """Load a checkpoint from files that `prove` verifies first. All ranks must call this.
 
     `data` is the manifest. All ranks call `prove` with the manifest, the kinds of files to read, and the names of the
-    files that this rank reads. `prove` also fetches files that are elsewhere. If it raises an error, nothing has
-    changed.
+    files that this rank reads. `prove` also fetches files that only other hosts have. If it raises an error, nothing
+    has changed.
     """
     load = ranks.together(f"matching {directory} with the model", lambda: _Load(directory, data, ranks, parts, weights))
     prove(load.manifest, ["state", *dict.fromkeys(target.kind for target in load.targets)], load.files())

@@ -461,7 +461,7 @@ def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> st
 
 
 def nbytes_inside(path: Location) -> int:
-    """Return the size of a file of a checkpoint. Raise `CheckpointError` if it is a link to a file outside of it."""
+    """Return the size of a file in a checkpoint. Raise `CheckpointError` if it is a link to a file elsewhere."""
     if isinstance(path, ObjectPath):
         return path.size()
     status = path.stat()

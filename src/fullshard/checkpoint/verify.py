@@ -206,7 +206,10 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
 
 
 def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
-    """Return the problems with values that cannot be decoded. Add names of tensors in the others to `named`."""
+    """Return the problems with values in a manifest that cannot be decoded.
+
+    Add the names of the tensors that all other values contain to `named`.
+    """
     values = dict(manifest.states)
     if (optimizer := manifest.optimizer) is not None:
         for number, group in enumerate(optimizer.groups):

@@ -56,7 +56,7 @@ class _Packed(Packing):
         exchange = collectives.exchange(leaving, torch.empty_like(leaving), Parts(sizes, sizes), tag=how.tag)
 
         def wait() -> torch.Tensor:
-            """Wait for the messages, unpack them, and add them and this rank's own part in rank order."""
+            """Wait for the messages, unpack them, and return the reduced interval. Terms are added in rank order."""
             arriving = exchange.wait()
             total, term = torch.zeros_like(own), torch.empty_like(own)
             for source in range(size):
@@ -72,7 +72,7 @@ class _Packed(Packing):
 
 
 class _Bfloat16(_Packed):
-    """Pack each float32 value as bfloat16, its upper 16 bits after rounding."""
+    """The packing that sends each float32 value as bfloat16, which is its upper 16 bits after rounding."""
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 2)
@@ -87,7 +87,10 @@ class _Bfloat16(_Packed):
 
 
 class _Int8Blocks(_Packed):
-    """Pack each block as integers from -127 to 127 and a float32 scale. All integers come before all scales."""
+    """The packing that sends each block as integers from -127 to 127 and a float32 scale.
+
+    All integers of a message come before all scales.
+    """
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 1)

@@ -23,7 +23,7 @@ from fullshard.engine.unit import Unit
 
 
 class StateDicts(Extension):
-    """Register state dict hooks on every module of one model that holds a parameter."""
+    """Registers state dict hooks on every module of one model that holds a parameter."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)

@@ -24,7 +24,7 @@ class Difference(NamedTuple):
 
 
 def compare(a: Source, b: Source) -> Iterator[Difference]:
-    """Yield the differences, sorted by name. If all tensors are bit-identical, yield nothing."""
+    """Yield the differences between two sources, sorted by name. If all tensors are bit-identical, yield nothing."""
     mine, theirs = (
         {(k, n): (name, r) for k, name, r in s.contents.tensors() for n in (name, *r.aliases)} for s in (a, b)
     )

@@ -187,7 +187,7 @@ def _value(stored: StoredObject) -> Any:
 
 
 def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
-    """Return (location of the box as text for error messages, its contents)."""
+    """Read a box. Return its location, as text for error messages, and its contents."""
     path = stored.directory / box.file
     try:
         with path.open("rb") as file:

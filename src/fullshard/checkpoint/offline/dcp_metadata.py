@@ -41,7 +41,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of elements of a tensor, with its offsets and sizes per dim and its location in a file.
+    """A rectangular part of a tensor, with its offsets and sizes per dim and its location in a file.
 
     The bytes at that location are an archive that `torch.save` wrote.
     """

@@ -58,7 +58,7 @@ _COPIED = (
 def open_weights(path: Path, file: Path | None = None, *, is_decoded: bool = False) -> Source:
     """Open a directory of weights, or only `file` in it, which may have any name. Raise the errors of `stored_tensors`.
 
-    If `is_decoded`, the source returns the values of weights that the files contain as codes.
+    If `is_decoded` is set, the source returns the values of weights that the files contain as codes.
     """
     read_all = stored_values if is_decoded else stored_tensors
     stored = dict(read_all(path) if file is None else tensors_of(file))

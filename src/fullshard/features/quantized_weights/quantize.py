@@ -124,7 +124,7 @@ def weights(
 
 
 def _what(path: str, module: nn.Module, attribute: str, parameter: nn.Parameter) -> str:
-    """Return the layer type of a weight. If the type is not in `_LARGE`, it is the reason to skip the weight."""
+    """Return the layer type of a weight if it is in `_LARGE`, or else the reason to skip the weight."""
     kind, name, shape = type(module).__name__, f"{path}.{attribute}", tuple(parameter.shape)
     if (
         is_exact(parameter)

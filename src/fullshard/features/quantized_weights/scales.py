@@ -107,7 +107,7 @@ def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
 
 
 def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tuple[str, Any, str]]:
-    """Yield `(parameter name, object, attribute)` for each scale tensor of `module`, which the object stores."""
+    """Yield `(parameter name, object, attribute)` for each scale tensor of `module`, an attribute of the object."""
     if hasattr(weight, "quant_state"):  # 4 bits
         state = weight.quant_state or getattr(module, "quant_state", None)
         if state is None:

@@ -13,9 +13,9 @@ def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
     """Wait until all ranks of a group have arrived, so that the next operation does not hang.
 
     If a rank is missing, the wait ends with an error that names it, which the next operation could not do. The wait is
-    a collective between the hosts, and is skipped if the group does not support one. A collective of the accelerator
-    does not help: the host does not wait for it until it reads a result, or, as in NCCL's barrier, waits until NCCL
-    ends the process. On a CPU, nothing is needed, because collectives are watched there anyway.
+    a collective between the hosts, and is skipped if the group does not support one. An accelerator's collective cannot
+    detect a missing rank: either the host does not wait for it, or, as in NCCL's barrier, it waits until NCCL ends the
+    process. On a CPU, nothing is needed, because collectives are watched there anyway.
     """
     host = torch.device("cpu")
     if device.type != "cpu" and torch_private.backend_of(group, host) is not None:

@@ -185,7 +185,7 @@ class Watchdog(Watcher):
     # -- failures -----------------------------------------------------------------------------------------------
 
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
-        """Tell the other ranks of these groups that this rank had an error, so that it will not reach the next wait."""
+        """Tell the other ranks of these groups that this rank had an error and will not reach their next wait."""
         for name in [self._name(group) for group in groups if group is not None and group in self.groups]:
             self._failures[name] = self._failures.get(name, (0, ""))[0] + 1, what
             self._unexplained.add(name)
