@@ -20,7 +20,7 @@ from fullshard.api import Accelerator, accelerate
 from fullshard.core.errors import OptimizerError
 from tests.distributed import run_ranks
 
-FOREIGN = "belong to no prepared model"
+FOREIGN = "do not belong to any prepared model"
 
 
 def linear() -> nn.Linear:

@@ -1,4 +1,4 @@
-"""`Accelerator`: Accelerate's interface to fullshard's engine. Its methods only validate and delegate.
+"""`Accelerator`: Accelerate's interface to fullshard. Its methods validate their arguments and call the engine.
 
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -230,7 +230,7 @@ class Accelerator(Loaders, Reporting):
     # -- prepare ------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard models, and adapt the other objects to them. Objects may be passed in any order, in one call or more.
+        """Shard models, and adapt the other objects to them. Objects may be passed in any order and in several calls.
 
         Args:
             objects: models, optimizers, data loaders and schedulers. Other objects are returned unchanged.
@@ -365,7 +365,7 @@ class Accelerator(Loaders, Reporting):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep gradients local and unsharded within the block. The first backward after the block reduces their sum."""
+        """Keep gradients local and unsharded within the block. The first backward after the block reduces the sum."""
         with no_sync(model) if is_sharded(model) else contextlib.nullcontext():
             yield
 

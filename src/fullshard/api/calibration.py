@@ -108,9 +108,10 @@ def _link(mesh: Mesh) -> float:
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds that `work` takes when all ranks start it together: the median of rounds after a warm-up.
+    """Return the seconds that `work` takes when all ranks start it together.
 
-    The number of rounds is fixed, because all ranks must agree on it.
+    This is the median of several rounds after a warm-up. The number of rounds is fixed, because all ranks must run the
+    same number.
     """
     times = []
     for _ in range(8):

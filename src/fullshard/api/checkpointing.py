@@ -75,10 +75,11 @@ class Checkpointing(Facts):
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Make `save_state` call `hook(models, weights, directory)` on every rank. The returned handle removes it.
+        """Make `save_state` call `hook(models, weights, directory)` on every rank.
 
-        The hook runs when the checkpoint is complete, and may add files and directories to the checkpoint's directory.
-        As with Accelerate's FSDP, `weights` is empty, because the models' weights are in the checkpoint.
+        The returned handle removes the hook. The hook runs when the checkpoint is complete, and may add files and
+        directories to the checkpoint's directory. As with Accelerate's FSDP, `weights` is empty, because the models'
+        weights are in the checkpoint.
         """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
@@ -241,7 +242,9 @@ class Checkpointing(Facts):
         return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return all unsharded parameters and buffers in host memory on rank 0, and {} on others. Call it on all ranks.
+        """Return all unsharded parameters and buffers in host memory on rank 0.
+
+        The other ranks get an empty dict. All ranks must call this.
 
         With LOCAL_STATE_DICT, return this rank's shards without any communication. They are flat slices, most of them
         empty at large world sizes, and only the same layout can load them.
@@ -275,7 +278,8 @@ class Checkpointing(Facts):
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object to a file atomically, on the main process.
 
-        `safe_serialization` writes a dict of tensors as safetensors. Otherwise, `torch.save` writes the object.
+        If `safe_serialization` is set, the object must be a dict of tensors, which is written as safetensors.
+        Otherwise, the object is written by `torch.save`.
         """
         if self.is_main_process:
             saving.save_object(obj, local_path(f), safe=safe_serialization)

@@ -52,7 +52,7 @@ def count(values: Mapping[str, Any]) -> ModelShape:
 
 
 def as_numbers(value: Any) -> Any:
-    """Decode special floats in the values of a `config.json`: Transformers writes `{"__float__": "Infinity"}`."""
+    """Decode special floats in a `config.json`, which Transformers writes like `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])

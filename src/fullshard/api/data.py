@@ -193,7 +193,7 @@ class ShardedDataLoader(DataLoader[Any]):
             return None
 
     def _note_order(self) -> None:
-        """Record the order of the innermost iteration, so that backward can check whether all ranks use the same."""
+        """Record the innermost iteration's order, so that backward can check that all ranks use the same order."""
         deal, is_stream = self.share.deal, isinstance(self.dataset, IterableDataset)
         if deal.world_size == 1 or deal.for_all or is_stream or not (deal.even and self.share.depends_on_epoch):
             return
@@ -204,7 +204,7 @@ class ShardedDataLoader(DataLoader[Any]):
             ORDERS.pop(name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
-        """Read the loader's batches after the first `discard` ones.
+        """Skip the first `discard` batches of the loader, and yield the others.
 
         Each batch comes with the real part of its round, or None if that is not known.
         """

@@ -25,7 +25,7 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
 
 
 def _step(least: int, most: int, per_host: int) -> int:
-    """Return the smallest number of accumulation steps that is possible in an elastic job.
+    """Return the smallest valid number of accumulation steps in an elastic job.
 
     The micro-batches that `most` ranks run in these steps must be divisible by every allowed number of ranks.
     """

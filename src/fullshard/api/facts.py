@@ -77,7 +77,7 @@ class Facts(Gathering):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that split the layers, which is also the index of its part."""
+        """Return this rank's index in its tensor-parallel group, which is also the index of its part of layers."""
         return self.process_index % self._tensor_parallel_size
 
     @property

@@ -1,4 +1,4 @@
-"""Collectives for evaluation loops: the Accelerator's methods that gather metrics and share a stop signal."""
+"""Collectives for evaluation loops: the Accelerator's methods that gather metrics and share a trigger flag."""
 
 from __future__ import annotations
 

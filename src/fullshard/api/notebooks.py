@@ -58,7 +58,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 def _check_can_fork(name: str) -> None:
     if cuda.was_used():
         raise ConfigError(
-            f"{name}: this notebook has used CUDA, which does not work in processes forked after that",
+            f"{name}: this notebook has used CUDA, which does not work in processes that are forked afterwards",
             hint="restart it, and use the device only inside the function",
         )
     if dist.is_initialized():

@@ -34,8 +34,8 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
     if not foreign or (ranks == 1 and len(foreign) < trained):
         return
     raise OptimizerError(
-        f"{len(foreign)} of the {trained} trainable parameters of {type(optimizer).__name__} belong to no prepared "
-        f"model, for example {foreign[0]}",
+        f"{len(foreign)} of the {trained} trainable parameters of {type(optimizer).__name__} do not belong to any "
+        f"prepared model, for example {foreign[0]}",
         hint="create the optimizer from the parameters of the prepared model"
         if len(foreign) == trained
         else "also prepare the module that owns it (for example, a loss with weights)",
@@ -117,7 +117,7 @@ class AcceleratedOptimizer(Optimizer):
         return result
 
     def _check_parameters(self, closure: Callable[[], Any] | None) -> None:
-        """Check that the parameters belong to prepared models. At the first step, all models have been prepared."""
+        """Check at the first step that the parameters belong to prepared models. By then, all are prepared."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         trains_alone = any(sharded_parameter_of(p) is None and p.grad is not None for p in parameters)
         if self._ranks > 1 or not (trains_alone or closure):

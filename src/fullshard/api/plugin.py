@@ -62,7 +62,7 @@ _ALREADY_SAID: set[str] = set()
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Configure how models are sharded, with the field names of Accelerate.
+    """Configures how models are sharded, with the field names of Accelerate.
 
     A field that is None takes its value from the launcher's configuration, or the default below if the launcher sets
     none. When the plugin is created, an Accelerator is created or a model is sharded, such a field is updated to show
@@ -238,7 +238,7 @@ class FullyShardedDataParallelPlugin:
         return configured_policy(config or self.sharding_config())
 
     def _has_policy_object(self) -> bool:
-        """Return whether the wrap policy is set to anything but one of Accelerate's names, for example class names."""
+        """Return whether the wrap policy is an object or a class name, not one of Accelerate's policy names."""
         policy = self.said("auto_wrap_policy")
         return policy is not None and not (isinstance(policy, str) and policy.strip().upper().endswith("WRAP"))
 

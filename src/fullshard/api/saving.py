@@ -98,7 +98,7 @@ class TrainingState:
             owners = [model for model in self.models if held & {id(p) for p in model.parameters()}]
             if not owners:
                 raise CheckpointError(
-                    f"the {type(optimizer).__name__} holds no parameters of a prepared model",
+                    f"the {type(optimizer).__name__} does not hold any parameters of a prepared model",
                     hint="prepare the model, and create the optimizer from its parameters",
                 )
             covered |= set(map(id, owners))
@@ -142,7 +142,8 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | Non
     foreign = _foreign_entries(path)
     if foreign:
         raise CheckpointError(
-            f"{path} contains other files than a checkpoint ({', '.join(foreign[:3])}), and saving would remove them",
+            f"{path} contains files that are not part of a checkpoint ({', '.join(foreign[:3])}), and saving would "
+            "remove them",
             hint="save to a separate directory, for example a subdirectory",
         )
     return path, True

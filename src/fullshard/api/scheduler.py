@@ -59,7 +59,7 @@ class AcceleratedScheduler:
                     self.scheduler.step(*args, **kwargs)
 
     def _check_optimizer(self) -> None:
-        """Check that the schedule's optimizer is prepared. At the first step, all objects have been prepared."""
+        """Check at the first step that the schedule's optimizer is prepared. By then, all objects are prepared."""
         held = getattr(self.scheduler, "optimizer", None)
         if isinstance(held, Optimizer) and self.optimizers and not sharded_parameters(held):
             groups = {id(group) for optimizer in self.optimizers for group in optimizer.param_groups}

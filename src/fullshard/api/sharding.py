@@ -1,4 +1,4 @@
-"""Shard a model from settings. This is the only module that translates a `ShardingConfig` into calls of the engine."""
+"""Shard a model according to its settings. Only this module translates a `ShardingConfig` into calls to the engine."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether the model itself is sharded. It is not enough if only some of its modules are."""
+    """Return whether the model itself is sharded, rather than only some of its modules."""
     return isinstance(model, FSDPModule)
 
 

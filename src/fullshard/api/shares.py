@@ -233,7 +233,10 @@ def _seeded(order: Any, number: int) -> Iterator[None]:
 
 
 class _IterableShare(Share):
-    """One rank's share of an iterable dataset. A rank that reads the dataset keeps its part of each round, or all."""
+    """One rank's share of an iterable dataset. A rank that reads the dataset keeps its own part of each round.
+
+    If only rank 0 reads the dataset, it keeps the complete rounds.
+    """
 
     is_always_even = True
 

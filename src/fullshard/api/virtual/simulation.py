@@ -111,7 +111,7 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
         raise ConfigError(f"rank {rank} does not exist in a job of {world_size} ranks", hint="count ranks from 0")
     if job.method == "qlora":
         raise ConfigError(
-            "the simulation does not support the layers of bitsandbytes",
+            "the simulation does not support bitsandbytes layers",
             hint="use --method lora --quantize nf4-double, which also stores linear layers in 4 bits",
         )
     if job.tp > 1:
@@ -179,7 +179,7 @@ def _trained(model: nn.Module, job: Job) -> nn.Module:
 
 
 def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
-    """Shard a model with the settings of a job. Its parameters have no data before or after."""
+    """Shard a model on the meta device with the settings of a job. Its parameters have no data."""
     units = unit_modules(model)
     apart = embedding_modules(model) if job.wrap_embeddings else ()
     if job.checkpointing != "none":
