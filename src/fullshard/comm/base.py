@@ -58,7 +58,7 @@ class FullBuffer(Protocol):
 
     Attributes:
         full: the unsharded bucket, shape (size x S,). Its data has the same address whenever the buffer is filled.
-        main: this rank's interval, shape (S,), or None if `free` loses it. The optimizer updates the main weights here.
+        main: this rank's interval, shape (S,), or None if `free` discards it. The optimizer updates the weights here.
         is_persistent: whether the memory stays allocated, so that keeping the bucket unsharded costs nothing.
         place: the number by which other ranks find the buffer in shared memory. Each rank counts its own buffers, so
             the numbers no longer match after one rank has failed to shard a model.
@@ -84,7 +84,7 @@ class FullBuffer(Protocol):
     def free(self, *, keeps_memory: bool = False) -> None:
         """Free the gathered data. Changes to `full` are lost unless it shares memory with `main`.
 
-        With `keeps_memory`, the address of `full` is the same after the next gather.
+        With `keeps_memory`, the memory stays allocated, so that `full` has the same address after the next gather.
         """
 
     def wait_for_readers(self) -> None:
@@ -181,9 +181,9 @@ class Collectives(Protocol):
     ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, and return this rank's S elements divided by `divisor`.
 
-        `Reduction` explains the other arguments. Terms are added pairwise if the caller can choose the order. If
-        `dtype` is not the dtype of `full`, a copy is summed unless the backend `widens`. The memory of the result does
-        not keep `full` alive. The operation may overwrite `full`.
+        `Reduction` explains the other arguments. Terms are added pairwise if the backend lets the caller choose the
+        order. If `dtype` is not the dtype of `full`, a copy is summed unless the backend `widens`. The memory of the
+        result does not keep `full` alive. The operation may overwrite `full`.
         """
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)

@@ -123,7 +123,7 @@ def average(
 ) -> torch.Tensor:
     """Add at least two `terms`, one per rank, divide the sum by `divisor`, write it to `into`, and return `into`.
 
-    `into` may be one of the terms. The terms are added in order along a balanced binary tree, so 8 ranks as 4 + 4.
+    `into` may be one of the terms. They are added in order along a balanced binary tree: 8 ranks are added as 4 + 4.
     """
     length = SUM_BLOCK_NBYTES // into.itemsize
     number = sum_blocks(len(terms), is_cast=any(term.dtype != into.dtype for term in terms))

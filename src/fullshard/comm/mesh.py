@@ -1,4 +1,4 @@
-"""The device mesh: shard groups, replicate groups, and the process groups of their ranks.
+"""The device mesh, which consists of shard groups and replicate groups, and the process groups for both.
 
 The shard axis is the inner axis, so a shard group consists of consecutive ranks, usually on one host:
 
@@ -157,7 +157,7 @@ def join_process_group(**options: Any) -> None:
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise ConfigError(
             f"RANK = {os.environ.get('RANK')} and WORLD_SIZE = {os.environ.get('WORLD_SIZE')} are set, but "
-            f"{' and '.join(missing)}, where the ranks meet, {'is' if len(missing) == 1 else 'are'} not",
+            f"{' and '.join(missing)}, which ranks need to find each other, {'is' if len(missing) == 1 else 'are'} not",
             hint=LAUNCH_HINT,
         )
     with PROGRESS.watcher.joining():
@@ -283,7 +283,7 @@ def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = N
 
 
 def _own_group(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create a group for each list of ranks (all of equal length) and return this rank's. All ranks must call this."""
+    """Create a group per list of ranks (all equally long). Return this rank's group. All ranks must call this."""
     return dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout)[0] if len(rank_lists[0]) > 1 else None
 
 
@@ -297,7 +297,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
     if device_mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh}, which has {device_mesh.ndim} axes",
-            hint="pass the part of the mesh to shard over by axis names: mesh[SHARD] or mesh[REPLICATE, SHARD]",
+            hint="select the axes to shard over by name: mesh[SHARD] or mesh[REPLICATE, SHARD]",
         )
     ranks, key = device_mesh.mesh, (device, device_mesh, only_replicates)
     if ranks.flatten().tolist() == list(
@@ -332,7 +332,7 @@ def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: boo
     """Build a mesh of some of the ranks when tensor or pipeline parallelism uses the other axes.
 
     The mesh uses the existing groups of `device_mesh`, because creating new groups would require all ranks. Only a mesh
-    with two axes needs one new group. All ranks must then call this together, each with its own part. Groups sort their
+    with two axes needs one new group. All ranks must then call this together, each with its own mesh. Groups sort their
     ranks, regardless of their order in the mesh.
     """
     _check_part(device_mesh)

@@ -1,6 +1,6 @@
 """The default memory for an unsharded bucket: a tensor whose storage is allocated for a gather and freed afterwards.
 
-The tensor is never replaced, because autograd saves views of parameters (`weight.t()`) that must still point to it.
+The tensor is never replaced, because autograd saves views of parameters (`weight.t()`) that must keep using its memory.
 """
 
 from __future__ import annotations

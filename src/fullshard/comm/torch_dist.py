@@ -44,7 +44,7 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
 
 
 def as_sent(flat: torch.Tensor) -> torch.Tensor:
-    """Return `flat`, as a view of bytes if backends such as NCCL may not be able to send its dtype (such as int16)."""
+    """Return `flat`, viewed as bytes unless every backend can send its dtype. NCCL, for example, cannot send int16."""
     return flat if flat.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 

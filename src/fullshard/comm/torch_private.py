@@ -198,7 +198,7 @@ _LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -> None:
     """Keep the compiler from compiling a hook and its callees separately, without importing the compiler.
 
-    Without it, a single graph (`fullgraph`) could not be called between hooks. If `is_in_graphs` is set, the caller's
+    Without this, one graph (`fullgraph`) could not be called between hooks. If `is_in_graphs` is set, the caller's
     graph includes the hook; otherwise the graph ends there. Since torch 2.7.
     """
     set_code_exec_strategy(hook.__code__, _LEFT_ALONE)

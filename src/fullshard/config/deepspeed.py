@@ -91,7 +91,7 @@ def _batch(value: Any) -> str:
 
 
 _KINDS = ("type", "torch_adam", "adam_w_mode")
-"""The keys that select the optimizer and its implementation. The other keys of the section are its numbers."""
+"""The keys that select the optimizer and its implementation. The other keys of the section are numeric settings."""
 
 
 def _made_by_script(value: Any) -> str:

@@ -91,7 +91,7 @@ _NOT_HERE = {
 """Prefixes of refused flags, by reason."""
 
 _NAMED_OTHERWISE = {"mode"}
-"""Fields with names that are unclear as flags: the flag for the precision mode is --mixed_precision."""
+"""Fields whose names would be unclear as flags: the flag for the precision mode is --mixed_precision."""
 
 
 def _own_keys(taken: set[str]) -> tuple[Key, ...]:
@@ -106,7 +106,7 @@ FLAGS = Dialect(
     (*_OTHERS, *_own_keys({spelling for key in _OTHERS for spelling in (key.name, *key.spellings)})),
     finish=FLAT.finish,
 )
-"""Every flag that sets something."""
+"""Every flag that changes a setting."""
 
 
 @dataclass(frozen=True, slots=True)

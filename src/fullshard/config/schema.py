@@ -74,7 +74,8 @@ class PrecisionConfig(Settings):
     ranks that share memory, because nothing is sent. None: weights are sent in the compute dtype."""
 
     reduce_as: Packing | None = None
-    """The same for gradients that are sent along the shard axis. They are still summed in `reduce_dtype`."""
+    """Dtype to which gradients are rounded before they are sent along the shard axis. They are still summed in
+    `reduce_dtype`. None: gradients are sent in `reduce_dtype`."""
 
     output_dtype: Dtype | None = None
     """Dtype to which the model's floating-point outputs are cast. None: float32 in the modes bf16 and fp16."""
@@ -155,7 +156,8 @@ class LaunchConfig(Settings):
     main_process_port: int | None = setting(
         None, ge=0, le=65535, ask="Port of the first host that the other hosts can reach?"
     )
-    """Port of the rendezvous on that host; 0 (single host) takes a free one. None: 29500 on several hosts, else 0."""
+    """Port of the rendezvous on the main host. 0 (only for a single host) selects a free port. None: 29500 on several
+    hosts, else 0."""
 
     rdzv_backend: RendezvousBackend | None = None
     """How hosts find each other: `static` by machine rank, `c10d` in any order and after restarts. None: `static` if

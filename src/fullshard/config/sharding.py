@@ -137,7 +137,7 @@ class ShardingConfig(Settings):
     host memory until its backward. `cpu_offload`, which is about sharded data, does not include this."""
 
     sync_module_states: bool = True
-    """Whether rank 0's parameters and buffers are broadcast at the start. Otherwise all ranks must start equal."""
+    """Whether rank 0's parameters and buffers are broadcast first. Otherwise, they must be equal on all ranks."""
 
     cpu_ram_efficient_loading: bool = False
     """Whether `from_pretrained` reads weights only on each host's first rank. Requires `sync_module_states`."""

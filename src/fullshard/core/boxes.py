@@ -17,7 +17,7 @@ from fullshard.core.layout import Interval
 
 @dataclass(frozen=True, slots=True)
 class IntervalBox:
-    """A box of a tensor, which contains a range of indices in each dim.
+    """A rectangular part of a tensor, given by a range of indices in each dim.
 
     Attributes:
         offsets: The index of the first element, in each dim.

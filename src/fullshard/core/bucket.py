@@ -1,6 +1,6 @@
 """Plans of buckets: their layout, their dtypes, and which parts are on the host. This module does not import torch.
 
-The engine builds its buckets from these plans, and the planner uses them for its estimates, so both follow one rule.
+The engine builds its buckets from these plans, and the planner estimates with them, so both apply the same rules.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class BucketPlan:
 
     @property
     def compute_shard_dtype(self) -> str:
-        """Return the dtype of a gather's input that is not this rank's stored interval on the device.
+        """Return the dtype of a gather's input if it is separate from the stored interval on the device.
 
         If weights are packed, this is the stored dtype, because packing takes exact values and is done on the device.
         """
@@ -147,6 +147,6 @@ class BucketPlan:
 
 @cache
 def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int, atom: int | None) -> BucketLayout:
-    """Return the layout for these shapes from a cache, or build it. Most calls find it, because layers repeat."""
+    """Return the layout for these shapes. It is cached, because most layers of a model have the same shapes."""
     specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
     return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size, atom=atom)

@@ -66,7 +66,7 @@ def wider(one: str, other: str) -> str:
 
 
 def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
-    """Return the dtype of a main weight. Trainable half precision becomes float32 in every mode except `no`."""
+    """Return the dtype of a main weight. Trainable half-precision weights become float32 unless the mode is `no`."""
     return "float32" if trainable and mode != "no" and stored in HALF else stored
 
 

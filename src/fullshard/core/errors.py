@@ -56,7 +56,7 @@ class ConfigError(FullshardError, ValueError):
 
 
 class PlacementError(ConfigError, AssertionError):
-    """`shard_placement_fn` returns an invalid dim. It is also an AssertionError, as in torch's `fully_shard`."""
+    """`shard_placement_fn` returned an invalid dim. It is also an AssertionError, as in torch's `fully_shard`."""
 
 
 class WrapError(FullshardError, ValueError):
@@ -64,7 +64,7 @@ class WrapError(FullshardError, ValueError):
 
 
 class RepeatedError(WrapError, AssertionError):
-    """A module is made a unit twice. It is also an AssertionError, as in torch's `fully_shard`."""
+    """A module was made a unit twice. It is also an AssertionError, as in torch's `fully_shard`."""
 
 
 class LayoutError(FullshardError, ValueError):
@@ -100,7 +100,7 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint differs from what was saved: bytes or files are missing or changed. Loading changed nothing."""
+    """A checkpoint differs from what was saved: bytes or files are missing or changed. Nothing was loaded."""
 
 
 class StoreError(FullshardError, RuntimeError):
@@ -120,7 +120,7 @@ class VersionError(FullshardError, ImportError):
 
 
 class MissingExtraError(FullshardError, ImportError):
-    """An optional dependency, which an extra of fullshard installs, is missing."""
+    """An optional dependency is missing. An extra of fullshard installs it."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(

@@ -17,7 +17,7 @@ CPU_PIECE_NUMEL = 2**20
 """The number of elements that a CPU encodes or decodes at a time, a multiple of every atom."""
 
 DEVICE_PIECE_NUMEL = 2**24
-"""The same for an accelerator, where the host launches several kernels per piece."""
+"""The number of elements that an accelerator encodes or decodes at a time, with several kernels per piece."""
 
 
 class Part(NamedTuple):
@@ -95,5 +95,5 @@ def form_of(name: str) -> StoredForm:
     if name not in FORMS:
         near = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"the form of storage {name!r} does not exist", hint=f"{hint}Use one of {', '.join(FORMS)}")
+        raise ConfigError(f"unknown storage form {name!r}", hint=f"{hint}Use one of {', '.join(FORMS)}")
     return FORMS[name]

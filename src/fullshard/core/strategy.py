@@ -88,7 +88,7 @@ class Strategy:
         return next((row for row in rows if row.frees_after_forward == after_forward), None)
 
     def with_axes(self, *axes: Axis) -> Strategy:
-        """Return a row with these axes, which has the same behavior after forward if such a row exists."""
+        """Return a row with these axes, preferably one with the same behavior after forward."""
         rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
         return next((row for row in rows if row.frees_after_forward == self.frees_after_forward), rows[0])
 

@@ -10,7 +10,7 @@ USER_CLASS = "_fullshard_user_class"
 
 
 def user_class(module: object) -> type:
-    """Return the class that the user wrote, by whose name model architectures and layer classes are identified."""
+    """Return the class that the user wrote. The current class of a unit is a subclass of it."""
     cls = type(module)
     written: type = cls.__dict__.get(USER_CLASS, cls)
     return written
