@@ -121,7 +121,7 @@ def is_auto(value: Any) -> bool:
 
 
 def unless_auto(path: str) -> Any:
-    """Return a reader for the setting at `path` that accepts `auto`, with which the script chooses the value."""
+    """Return a reader for the setting at `path` that also accepts `auto`, which leaves the value to the script."""
 
     def read(value: Any) -> Settings | str:
         return AUTO if is_auto(value) else {path: values.coerce(path, value)}

@@ -95,7 +95,7 @@ _KINDS = ("type", "torch_adam", "adam_w_mode")
 
 
 def _made_by_script(value: Any) -> str:
-    """Accept an optimizer or scheduler whose numeric settings are all `auto`, so that the script sets them."""
+    """Accept an optimizer or scheduler only if its numeric settings are all `auto`, because the script sets them."""
     numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)

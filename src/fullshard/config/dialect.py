@@ -50,8 +50,8 @@ class Key:
             raises `ConfigError` or `ValueError` if the value is invalid. It returns None if the key has no effect, or a
             string with the reason.
         section: The dialect of the nested mapping, if the value is one.
-        unset: Values that request nothing. They are allowed even if the key is refused. Rows with `read` do not use
-            them.
+        unset: Values that switch the feature off. They are allowed even if the key is refused. Rows with `read` do not
+            use them.
         variable: The environment variable that corresponds to the key.
     """
 
@@ -66,7 +66,7 @@ class Key:
     variable: str | None = None
 
     def settings(self, value: Any) -> Settings | str | None:
-        """Return the settings that `value` sets, or None or a reason as described for `read`."""
+        """Return the settings that `value` sets. Instead, this may be None or a reason, as described for `read`."""
         if self.read is not None:
             return self.read(value)
         return {self.target: values.coerce(self.target, value)} if self.target else {}
@@ -185,7 +185,7 @@ class Dialect:
     finish: Callable[[Reading], None] | None = None
 
     def find(self, name: str) -> Key | None:
-        """Return the row for a key, or None. Case, `-` or `_`, and the presence of the prefix do not matter."""
+        """Return the row for a key, or None. Ignore case, the prefix, and whether the key contains `-` or `_`."""
         wanted = _normal(name)
         options = {wanted, self.prefix + wanted, wanted.removeprefix(self.prefix)} if self.prefix else {wanted}
         for key in self.keys:

@@ -171,7 +171,7 @@ def _finish_strategy(reading: Reading) -> None:
 
 
 def make_hybrid(reading: Reading, because: Setting) -> None:
-    """Replace the reading's strategy with the hybrid strategy that does the same with weights after forward."""
+    """Replace the reading's strategy with its hybrid version, which has the same behavior after forward."""
     old = reading.setting("sharding.strategy")
     row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
     if old is not None and not row.shards:

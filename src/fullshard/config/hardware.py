@@ -34,7 +34,7 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    """Detect this host's hardware without torch. Never raises. Finds only accelerators that nvidia-smi lists."""
+    """Detect this host's hardware without torch. Accelerators are listed by nvidia-smi; its errors go to `failure`."""
     accelerators, failure = _accelerators()
     return Hardware(usable_cpu_count(), usable_memory_nbytes(), accelerators, failure)
 

@@ -1,6 +1,6 @@
 """A table of fullshard's own environment variables. The table in the documentation is generated from these rows.
 
-Users set the first variables to turn off optimizations for speed or memory. The launcher sets the others for its
+Users can set the first variables, for example to turn off an optimization. The launcher sets the others for its
 workers. A variable with fullshard's prefix that is not in the table is an error.
 """
 

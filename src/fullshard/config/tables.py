@@ -2,7 +2,7 @@
 
     python -m fullshard.config.tables docs/configuration.md
 
-regenerates them between the marks `<!-- table NAME -->` and `<!-- end -->` of the page.
+This command regenerates the tables between the marks `<!-- table NAME -->` and `<!-- end -->` of a page.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and move the file to `path` if the block ends without an error.
 
     Until then, and after an error, `path` is unchanged. But if `path` is a device, a pipe, or a file that a process has
-    open, or cannot be replaced, its data is overwritten directly. An `OSError` always names `path`, even for a
+    open, or if it cannot be replaced, the block writes to it directly. An `OSError` always names `path`, even for a
     full disk.
     """
     if path.is_dir():  # otherwise, the writer would raise a less clear error
