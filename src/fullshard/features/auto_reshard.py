@@ -26,7 +26,8 @@ from fullshard.engine.lookup import require_unit, require_units
 from fullshard.engine.schedule import Schedule
 
 STEPS_BEFORE_MEASURING = 2
-"""The second step is the first in which optimizer state is allocated throughout."""
+"""Memory is measured after this many steps. Optimizer state is created at the end of the first step, so the second step
+is the first one that runs with all of it."""
 
 
 def keep_unsharded(

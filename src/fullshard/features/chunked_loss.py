@@ -28,7 +28,7 @@ from fullshard.core.errors import WrapError
 from fullshard.core.user_class import inner_forward, user_class
 
 IGNORED = -100
-"""The label of a token that is not a target."""
+"""The label of a token that has no target."""
 
 _INNER = "_fullshard_forward_with_whole_logits"
 _ASKED = "_fullshard_chunked_loss"
@@ -78,7 +78,7 @@ def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
 
 def _head(model: nn.Module) -> nn.Module:
     name = user_class(model).__name__
-    hint = "leave out the chunk size, so that the loss is computed from complete logits"
+    hint = "remove the chunk size, so that the loss is computed from complete logits"
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise WrapError(f"{name} has no output embeddings and therefore no loss over a vocabulary", hint=hint)
@@ -128,7 +128,7 @@ def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
         what = "did not call its original head" if total is None else "changes the logits that its head returns"
         raise WrapError(
             f"{type(model).__name__} {what}, so its loss cannot be computed in chunks",
-            hint="leave out the chunk size, so that the loss is computed from complete logits",
+            hint="remove the chunk size, so that the loss is computed from complete logits",
         )
     if count is None:
         count = (targets.labels != IGNORED).sum()
@@ -148,7 +148,7 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     if len(flat) != len(targets.labels):
         raise WrapError(
             f"the batch has {len(targets.labels)} labels, but the head received {len(flat)} tokens",
-            hint="leave out logits_to_keep",
+            hint="remove the argument logits_to_keep",
         )
     targets.loss = chunked_cross_entropy(flat, self.weight, self.bias, targets.labels, tokens=targets.chunk)
     return targets.loss

@@ -25,7 +25,7 @@ from fullshard.engine.extension import Extension
 from fullshard.engine.parameter import are_same, sharded_parameter_of
 
 _registered = [0]
-"""Number of registrations on modules of sharded models."""
+"""How many times a parameter or module has been registered on a module of a sharded model."""
 
 
 def _count(module: nn.Module, _name: str, _value: object) -> None:

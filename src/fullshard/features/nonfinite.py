@@ -105,7 +105,7 @@ class NonFiniteGuard(Extension):
             return
         is_plain = part.dtype in (torch.float32, torch.float64)
         square = torch.dot(part, part) if is_plain else torch.linalg.vector_norm(part)
-        if math.isfinite(square.item()) or bool(part.isfinite().all()):  # a square overflows before its root
+        if math.isfinite(square.item()) or bool(part.isfinite().all()):  # finite values can have an infinite square
             return
         self._is_bad = True
         others = {rank: term for rank, term in terms.items() if term.data_ptr() != part.data_ptr()}
@@ -175,7 +175,7 @@ class NonFiniteGuard(Extension):
                 work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=outer, async_op=True)
         self._message, self._alarm = (flag, work), None
 
-    # -- after it -----------------------------------------------------------------------------------------------
+    # -- after backward -----------------------------------------------------------------------------------------
 
     @property
     def is_alarmed(self) -> bool:

@@ -30,15 +30,15 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "torch_optimizer": frozenset({"Adafactor", "Shampoo"}),
     **dict.fromkeys(("apollo_torch", "galore_torch"), frozenset({"Adafactor", "GaLoreAdafactor"})),
 }
-"""Optimizers, by package, in which the update of an element depends on the rest of its tensor, but that neither use
-only torch functions of the tensor nor divide the work over ranks. Other optimizers of this kind get the unsharded
-tensor."""
+"""Optimizers, by package, that would compute wrong updates for sharded parameters. Their update of an element depends
+on the rest of its tensor, but they neither use only torch functions on the tensor nor divide the work over ranks. Other
+optimizers with such updates can be used, because torch functions give them results for the unsharded tensor."""
 
 _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
-"""Those of the above that update unsharded parameters in their own hooks when gradients arrive."""
+"""Optimizers among these that update unsharded parameters in their own hooks when gradients arrive."""
 
 _OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
-"""Packages with optimizers that update each parameter independently."""
+"""Packages whose optimizers update each parameter independently of the others."""
 
 
 class OptimizerCheck(Extension):

@@ -27,7 +27,8 @@ from fullshard.engine.step.hooks import check_optimizer
 
 STATE_DICT = Replaced.of(torch.optim.Optimizer, "state_dict")
 LOAD_STATE_DICT = Replaced.of(torch.optim.Optimizer, "load_state_dict")
-"""torch's hooks for these methods are set per optimizer, but a script passes no optimizer to the engine."""
+"""The methods themselves are replaced, because torch's hooks for them are registered on each optimizer, and scripts do
+not pass their optimizers to the engine."""
 
 
 @functools.wraps(STATE_DICT.torchs)

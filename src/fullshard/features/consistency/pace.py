@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from fullshard.comm.waiting import PROGRESS
 
 SLOW, SLOW_NO_MORE = 0.7, 0.85
-"""A rank below the first fraction of the median speed is reported once, until it exceeds the second fraction."""
+"""A rank is reported as slow if its speed falls below the first fraction of the median speed. It is not reported again
+until its speed has exceeded the second fraction."""
 LEAST_SECONDS = 0.005
-"""Minimum extra seconds of computing per step; less can be a host that was briefly busy with other work."""
+"""A slow rank must also compute for this many seconds longer per step than the median. A smaller difference can mean
+that its host was briefly busy with other work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ _ALIKE = frozenset(
     | {"alias", "clone", "copy_", "detach", "empty_like", "fill_", "full_like", "ones_like", "zero_", "zeros_like"}
     | {"is_pinned", "lift_fresh", "pin_memory"}
 )
-"""Elementwise kernels in addition to those that torch tags as such."""
+"""Kernels that work element by element although torch does not tag them as pointwise."""
 
 
 def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

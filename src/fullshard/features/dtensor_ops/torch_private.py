@@ -15,15 +15,15 @@ from fullshard.comm.torch_private import Kernel
 
 
 def takes_plain_as_replicated() -> bool:
-    """Return whether torch's `implicit_replication()` is active.
+    """Return whether torch's `implicit_replication()` is active. Since torch 2.5.
 
-    Torch has no public function for this. Since torch 2.5.
+    Torch has no public function for this.
     """
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 norm_partial: Callable[[float], Placement] = _NormPartial
-"""The placement of a norm for which every rank holds the norm of its own elements. Since torch 2.2."""
+"""The placement of a norm before it is reduced, when every rank holds the norm of its own elements. Since torch 2.2."""
 
 
 @cache
@@ -40,6 +40,6 @@ without_functions: Callable[[], AbstractContextManager[None]] = torch._C.Disable
 COPY_KERNELS = frozenset({"_to_copy"})
 MANY_KERNELS = ("_foreach_", "_fused_", "_amp_foreach_")
 ITEM, MAX_OF_MANY, NORM_OF_MANY = "_local_scalar_dense", "_foreach_max", "_foreach_norm"
-"""Names of the kernels for `to()` and `item()`, name prefix of kernels on lists of tensors, and names of reductions of
-lists. If torch renamed them, they would run on gathered tensors, which is slow, or as if they were elementwise, which
-is an error. Since torch 2.5."""
+"""Names of the kernels for `to()` and `item()`, name prefixes of kernels that take lists of tensors, and names of
+kernels that reduce each tensor of a list. If torch renamed one, it would run on gathered tensors, which is slow, or as
+if it were elementwise, which is wrong. Since torch 2.5."""

@@ -188,7 +188,7 @@ class WholeCopy(_Whole):
         if changed is not None:
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a copy of {changed.name} and not its values, because "
-                "the view that it stands for is not an interval on any rank",
+                "a view that is not an interval on any rank is returned as a copy",
                 hint=(
                     "change rows or unsharded tensors, or work inside `with fullshard.unsharded(model, writeback=True)`"
                 ),

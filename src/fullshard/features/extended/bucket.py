@@ -79,7 +79,7 @@ class ExtendedBucket(Bucket):
             raise ConfigError(
                 f"a parameter of type {type(extended).__name__} defines its own all-gather, which needs its shards on "
                 "the device",
-                hint="leave out offload_policy",
+                hint="remove the argument offload_policy",
             )
         rows = self._make_rows(slot, weights)
         self.compute_shard, self._version = self.main, -1

@@ -22,7 +22,7 @@ from fullshard.engine.kinds import inner_tensors
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _OPTIONS_COUNT = 5
-"""Number of arguments of `fsdp_pre_all_gather`; older implementations take only the mesh."""
+"""Number of arguments that `fsdp_pre_all_gather` takes. Older implementations take only the mesh."""
 
 
 def is_extended(parameter: torch.Tensor) -> bool:

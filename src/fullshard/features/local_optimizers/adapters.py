@@ -85,7 +85,7 @@ def take_back(optimizer: Any) -> list[tuple[nn.Parameter, ShardedParameter]]:
 
 
 TORCHAO_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-"""State that torchao's optimizers may keep as codes, and whether it can be negative. The last key is for AMSGrad."""
+"""State that torchao's optimizers may store as codes, and whether it can be negative. AMSGrad adds the last key."""
 
 
 def is_of(optimizer: torch.optim.Optimizer, package: str) -> bool:

@@ -67,7 +67,8 @@ def gathered(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[Ma
 Give = Callable[[ShardedParameter], torch.Tensor]
 """Returns this rank's interval of the values to send to owners, with shape (n,) or (n, width)."""
 Compute = Callable[[ShardedParameter, int, torch.Tensor], torch.Tensor]
-"""Returns the result for one matrix, given its parameter, number and values of shape (rows, columns, ...)."""
+"""Returns the result for one matrix, given its parameter, its number within the parameter, and its values of shape
+(rows, columns, ...)."""
 Take = Callable[[ShardedParameter, torch.Tensor], None]
 """Receives this rank's interval of the results for a parameter's matrices, with shape (n,)."""
 

@@ -25,7 +25,7 @@ from fullshard.engine.placing import move_to_device, own_modules
 from fullshard.wrap.partition import Slot, UnitPlan, Values
 
 WEIGHTS = "_fullshard_weights"
-"""Module attribute with the `WeightSource` for its parameters on the meta device."""
+"""Name of the module attribute that holds the `WeightSource` for parameters on the meta device."""
 
 
 class WeightSource(Values, Protocol):

@@ -1,4 +1,4 @@
-"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
+"""Private torch names that only this feature uses. `comm.torch_private` contains the others."""
 
 from __future__ import annotations
 
@@ -20,5 +20,8 @@ gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgett
 
 
 def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
-    """Call the `Module._apply` that torch's `FSDPModule` overrides with one for its own engine. Since torch 2.6."""
+    """Call torch's original `Module._apply`. Since torch 2.6.
+
+    Torch's `FSDPModule` overrides it with a version that works only with torch's own engine.
+    """
     return super(FSDPModule, module)._apply(fn, recurse)

@@ -28,7 +28,8 @@ from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.device import has_streams
 
 LEAVING = 1
-"""Maximum number of gradients in flight to the host before computation waits for the oldest; it bounds their memory."""
+"""Maximum number of gradients that are on their way to the host. If there are more, computation waits for the oldest
+one, which limits the device memory that they use."""
 
 
 class Host:

@@ -42,8 +42,9 @@ from fullshard.features.offload.host import Copied, Host, StorageView, bytes_of
 from fullshard.features.offload.storage import HostStorage, check_offloads_activations
 
 SMALLEST_NBYTES = 2**16
-"""Smaller storages stay on the device, because any copy takes several microseconds, in which PCIe transfers this much.
-They are mostly statistics of norms and attention: four bytes per token, compared with thousands for other tensors."""
+"""Smaller storages stay on the device. Every copy takes at least several microseconds, in which PCIe could transfer
+this many bytes. Most small storages are statistics of norms and attention. They have four bytes per token, compared
+with thousands for other tensors."""
 
 
 class Pages:
@@ -132,7 +133,7 @@ class Pages:
                 block.on_device = None
             self._leaving = self._wanted = None  # later uses of that page must fetch it again
 
-    # -- what autograd calls ------------------------------------------------------------------------------------
+    # -- hooks for autograd -------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         if self.page is None or not self._may_move(tensor):

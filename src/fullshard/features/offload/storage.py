@@ -259,6 +259,7 @@ def check_offloads_activations(units: int) -> None:
     """
     if units == 1:
         raise ConfigError(
-            "activations are on the host and the complete model is one unit, so backward would start with all of them",
+            "activations are offloaded, but the complete model is one unit, so backward would start with all of them "
+            "on the device",
             hint="make its layers units, too, or keep activations on the device",
         )

@@ -1,4 +1,4 @@
-"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
+"""Private torch names that only this feature uses. `comm.torch_private` contains the others."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ be moved to the host. Since torch 2.8."""
 
 
 def are_saved_elsewhere() -> bool:
-    """Return whether `saved_tensors_hooks` are active, as inside a checkpoint. Since torch 2.8."""
+    """Return whether `saved_tensors_hooks` are active, as inside a checkpointed function. Since torch 2.8."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
