@@ -49,8 +49,8 @@ Indices = npt.NDArray[np.int64]
 def corpus_files(data: str | None) -> list[Path]:
     """Return the data files: one file, the files of a directory, or an empty list for a hub dataset.
 
-    If `data` is None, return the standard library of this Python. The files are shuffled in a fixed order, so that the
-    held-out end of the data is similar to its beginning.
+    If `data` is None, return the files of Python's standard library. The files are shuffled in a fixed order, so that
+    the held-out end of the data is similar to its beginning.
     """
     root = Path(data or sysconfig.get_paths()["stdlib"])
     if root.is_file() or not root.exists():
@@ -68,10 +68,10 @@ def corpus_files(data: str | None) -> list[Path]:
 
 
 def read_documents(files: Sequence[Path], data: str | None, text_field: str, max_nbytes: int | None) -> Iterator[str]:
-    """Yield the documents of files, or of the hub dataset `owner/name:configuration` that `data` names.
+    """Yield the documents in some files or in a hub dataset.
 
-    A text file is one document. Each row of a JSONL or Parquet file is also one document. At most `max_nbytes` bytes of
-    UTF-8 are read.
+    Without files, `data` names the dataset as `owner/name:configuration`. Each text file is one document. Each row of a
+    JSONL or Parquet file is one document. At most `max_nbytes` bytes of UTF-8 are read.
     """
     left = max_nbytes or (_DEFAULT_MAX_NBYTES if data is None else sys.maxsize)
     found = (text for file in files for text in _texts(file, text_field, "strict" if data else "replace"))
@@ -94,9 +94,9 @@ def _texts(path: Path, text_field: str, errors: str) -> Iterator[str]:
 
 
 def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
-    """Yield the texts of a hub dataset, or of a file in one of its formats.
+    """Yield the texts of a hub dataset or of a local file in one of the formats that it supports.
 
-    The rows are streamed, so that a limit on the bytes also limits the download.
+    The rows are streamed, so that a limit on the number of bytes also limits the download.
     """
     where, number = str(file or f"the hub dataset {name}"), 0
     datasets = import_extra("datasets", extra="hf", purpose=f"reading {where}")
@@ -119,7 +119,10 @@ def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """Return a tokenizer from a directory or the hub. It must have an end-of-text token, which separates documents."""
+    """Load a tokenizer from a directory or the hub.
+
+    Raise `ConfigError` if it has no end-of-text token, because this token separates the documents.
+    """
     try:
         tokenizer = transformers().AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
@@ -152,7 +155,7 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
 
 
 def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, int]:
-    """Write the tokens of the documents, four bytes each, and return their number and checksum."""
+    """Write the tokens of the documents to a file, four bytes per token. Return their number and checksum."""
     checksum = count = number = 0
     written = filter(None, documents)
     with path.open("wb") as file:
@@ -168,7 +171,7 @@ def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, 
 
 
 class PackedSequences:
-    """Split an array of tokens into sequences.
+    """Splits an array of tokens into sequences of length L.
 
     Sequence i has the tokens [i*L, (i+1)*L). Its targets are shifted by one token.
     """
@@ -180,7 +183,7 @@ class PackedSequences:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def read(self, indices: Sequence[int] | Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and labels of the given sequences, each an int64 tensor of shape (len(indices), seq_len)."""
+        """Return inputs and labels of the given sequences. Both are int64 tensors of shape (len(indices), seq_len)."""
         places = np.asarray(indices, np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         rows = torch.from_numpy(self.tokens[places].astype(np.int64))
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -190,8 +193,9 @@ def batch_of(step: int, count: int, *, batch_size: int, seed: int) -> Indices:
     """Return the indices of the sequences in a step's global batch, in order.
 
     `step` counts from 0 and `count` is the number of sequences. A seed and an epoch number determine the order of all
-    sequences in that epoch. The epochs are concatenated, and step i takes positions [i*B, (i+1)*B). If the end of an
-    epoch is too small for a batch, the batch continues in the next epoch, so that no sequence is left out.
+    sequences in that epoch. The epochs are concatenated, and step i takes positions [i*B, (i+1)*B), where B is the
+    batch size. If fewer than B sequences remain at the end of an epoch, the batch continues in the next epoch, so that
+    no sequence is omitted.
     """
     epochs, places = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), count)
     return np.concatenate([_order(count, seed, epoch)[places[epochs == epoch]] for epoch in np.unique(epochs).tolist()])
@@ -207,8 +211,8 @@ def micro_batches(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return this rank's part of a batch as micro-batches.
 
-    Their number and shape are the same on every rank. If the batch does not divide evenly, rows without targets (labels
-    `IGNORED`) fill the gap. Every rank then runs the same collectives, and these rows have weight 0 in the loss.
+    Their number and shape are the same on every rank, so that every rank runs the same collectives. If the batch does
+    not divide evenly, rows without targets (labels `IGNORED`) fill the gap. These rows have weight 0 in the loss.
     """
     most = math.ceil(len(indices) / world_size)
     size = min(micro_batch_size or most, most)
@@ -220,7 +224,10 @@ def micro_batches(
 
 
 class TrainingData(NamedTuple):
-    """Hold the data that a run trains on. Equal checksums mean equal sequences. `held_out` may be empty."""
+    """Holds the data that a run trains on. `held_out` may be empty.
+
+    If two runs have equal checksums, their tokens are equal.
+    """
 
     tokenizer: Any
     train: PackedSequences
@@ -231,8 +238,8 @@ class TrainingData(NamedTuple):
 def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[int], None]) -> TrainingData:
     """Prepare the tokenizer and the sequences of the run.
 
-    All ranks call this function, and rank 0 writes `data-*/` in the output directory. `check` is called on rank 0 with
-    the checksum of the tokens.
+    All ranks must call this. Rank 0 writes the data to `data-*/` in the output directory, and calls `check` with the
+    checksum of the tokens.
     """
     directory, source, made = run_on_main(accelerator.process.environment, lambda: _make_data(arguments, check))
     tokenizer, count, seq_len = load_tokenizer(source or directory / "tokenizer"), made["count"], arguments.seq_len
@@ -256,9 +263,10 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
 
 
 def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[Path, str | None, dict[str, Any]]:
-    """Make the tokens, and also a tokenizer unless the model has one.
+    """Tokenise the documents. If the model has no tokenizer, train one first.
 
-    Reuse the output of an earlier run with the same data.
+    If an earlier run has prepared the same data, reuse its files. Return their directory, the name of the model if its
+    tokenizer was used, and the counts and the checksum of the tokens.
     """
     most, vocab_size = arguments.max_data_mb, arguments.vocab_size
     files, source = corpus_files(arguments.data), _own_tokenizer(arguments.model)
@@ -286,7 +294,7 @@ def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple
 
 
 def _own_tokenizer(model: str | None) -> str | None:
-    """Return the model's name or directory if it includes a tokenizer, otherwise None.
+    """Return `model` if it includes a tokenizer, and None otherwise.
 
     `model` is a hub name or a directory.
     """

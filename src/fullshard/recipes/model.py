@@ -21,11 +21,11 @@ _SMALL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
 
 
 def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:
-    """Return the model in fp32, identical on every rank, and the source of its weights, which sharding reads.
+    """Build the model in fp32, and return it with a description of where its weights come from.
 
-    `source` is a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default
-    model. Random weights depend only on `seed`. Raise `ConfigError` if the tokenizer or `seq_len` does not fit the
-    model.
+    The model is identical on every rank. Pretrained weights are only read when the model is sharded. `source` is a
+    config.json, a Hugging Face directory with or without weights, a hub name, or None for the default model. Random
+    weights depend only on `seed`. Raise `ConfigError` if the tokenizer or `seq_len` does not fit the model.
     """
     library, name = transformers(), "the default model" if source is None else repr(source)
     ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may have gaps
@@ -64,13 +64,13 @@ def read_config(source: str) -> Any:
 
 
 def transformers() -> Any:
-    """Return the `transformers` module, or raise an error if it is not installed."""
+    """Return the `transformers` module. Raise `MissingExtraError` if it is not installed."""
     return import_extra("transformers", extra="hf", purpose="training a language model")
 
 
 @contextlib.contextmanager
 def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
-    """Convert any error that Transformers raises for a user's faulty files to a one-line error."""
+    """Convert any error that Transformers raises within the block, for example for a bad file, to a `ConfigError`."""
     try:
         yield
     except FullshardError:
@@ -80,9 +80,9 @@ def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
 
 
 def muon(model: nn.Module, say: Callable[[str], None], **options: Any) -> Muon:
-    """Return Muon for a model, without weight decay for norms and biases.
+    """Create a Muon optimizer for a model, without weight decay for norms and biases.
 
-    Call `say` with one line about what Muon updates.
+    Call `say` with one line that describes which parameters Muon updates.
     """
     rule = MatrixRule.of(model)
     say(f"optimizer: {rule}")

@@ -48,7 +48,7 @@ _FORMATS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def run(arguments: SFTArguments) -> Any:
-    """Train the model, save it, and push it to the hub if requested. Returns the trainer."""
+    """Train the model, save it, and push it to the hub if requested. Return the trainer."""
     environment, training = read_rank_environment(), arguments.training
     output, is_pushed = Path(training.output_dir), bool(training.push_to_hub)
     with contextlib.ExitStack() as held:
@@ -82,7 +82,7 @@ def run(arguments: SFTArguments) -> Any:
 
 
 class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
-    """Profile steps 3 to 5 of this process. Skip the first two because they are slow."""
+    """A callback that profiles steps 3 to 5 on this rank. The first two steps are slow and would not be typical."""
 
     def __init__(self, accelerator: Any, directory: Path) -> None:
         self._step, self._profile = 0, contextlib.ExitStack()
@@ -104,7 +104,7 @@ class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def make_trainer(arguments: SFTArguments) -> Any:
-    """Return TRL's trainer with model, data and adapters, ready to train."""
+    """Create TRL's trainer with the model, the data and the adapters, ready to train."""
     training, settings = arguments.training, arguments.model
     tokenizer, is_extended = load_tokenizer(arguments)
     quantization = trl.get_quantization_config(settings)
@@ -147,7 +147,10 @@ def make_trainer(arguments: SFTArguments) -> Any:
 
 
 def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a factory for the Muon optimizer and its options. The factory is called once the adapters exist."""
+    """Return a factory for the Muon optimizer, and the options to call it with.
+
+    Trainer calls the factory when the adapters exist.
+    """
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
         return muon(model, say, **options)
@@ -158,7 +161,10 @@ def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
-    """Return the model's tokenizer, extended with the chat format's tokens, and whether any had to be added."""
+    """Load the model's tokenizer, and add the special tokens of the chat format.
+
+    Return the tokenizer, and whether it had to be extended.
+    """
     name = arguments.model.model_name_or_path
     hint = "use a Hugging Face directory or a hub name as --model_name_or_path"
     with own_errors(f"cannot read the tokenizer of {name!r}", hint=hint):
@@ -176,7 +182,10 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
 
 
 def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
-    """Return the training columns and the evaluation columns (or None if there is no evaluation data)."""
+    """Load the training data and the evaluation data, with only the columns to train on.
+
+    The evaluation data is None if there is none.
+    """
     script, training, path = arguments.script, arguments.training, Path(arguments.script.dataset_name)
     files = {"data_files": str(path)} if path.is_file() else {}
     try:
@@ -201,7 +210,10 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
 
 
 def _checked(rows: Any, where: str, text: str) -> Any:
-    """Return the columns to train on, after checking every row. TRL fails on an empty row without naming it."""
+    """Check every row of the data, and return only the columns to train on.
+
+    This finds empty rows early. TRL would fail on one without reporting which row it is.
+    """
     held = rows.column_names
     names = [name for name in ("messages", "prompt", "completion") if name in held] or [text]
     if text != "text" and text not in names:
@@ -225,10 +237,11 @@ def _checked(rows: Any, where: str, text: str) -> Any:
 
 
 def _where_to_begin(training: Any) -> Any:
-    """Return the checkpoint that Trainer must resume from. Called on rank 0.
+    """Return the value for Trainer's `resume_from_checkpoint`. Rank 0 calls this.
 
-    After a restart this is the newest checkpoint, regardless of the arguments. That checkpoint belongs to this run,
-    because a restartable run refuses to start if the output directory holds newer checkpoints of another run.
+    After a restart, it selects the newest checkpoint, whatever the arguments say. That checkpoint belongs to this run,
+    because a run that may be restarted refuses to start if the output directory contains another run's newer
+    checkpoints.
     """
     output, text = Path(training.output_dir), str(training.resume_from_checkpoint).lower()
     asked = None if text in ("none", "false", "no", "") else text in ("true", "yes") or training.resume_from_checkpoint
@@ -245,13 +258,13 @@ def _where_to_begin(training: Any) -> Any:
 
 
 def say(message: str) -> None:
-    """Print one line for the user, on the main rank only."""
+    """Print one line for the user, but only on the main rank."""
     if read_rank_environment().is_main:
         sys.stderr.write(f"fullshard: {message}\n")
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run one rank of the job."""
+    """Run the training job on this rank, with the arguments of the command line by default."""
     run_worker(lambda: run(read_arguments(sys.argv[1:] if words is None else words, say)))
 
 

@@ -1,6 +1,6 @@
-"""Define the flags of `fullshard sft`.
+"""The flags of `fullshard sft`.
 
-These are TRL's own flags, which TRL's parser reads, a few additional flags, and aliases for some of them.
+They are TRL's own flags, which TRL's parser reads, a few additional flags, and aliases for some of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _flag(default: Any, text: str, *choices: str) -> Any:
 
 @dataclass
 class OwnArguments:
-    """Define the flags that TRL does not have."""
+    """The flags that `fullshard sft` adds to TRL's."""
 
     chat_template_format: str = _flag("none", "Template that renders chats.", "none", "chatml", "zephyr")
     splits: list[str] | None = _flag(None, "Splits for training and evaluation, for example train,test.")  # noqa: RUF009 -- a field
@@ -59,7 +59,7 @@ NO_EFFECT = {
 
 
 class SFTArguments(NamedTuple):
-    """Hold all arguments of a run: TRL's three groups and fullshard's own."""
+    """Holds all arguments of a run: TRL's three groups and fullshard's own."""
 
     script: Any
     own: OwnArguments
@@ -68,7 +68,7 @@ class SFTArguments(NamedTuple):
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
-    """Return the arguments from a command line, or from a YAML or JSON file if its path is the only argument.
+    """Parse a command line. If its only argument is the path of a YAML or JSON file, read the arguments from the file.
 
     Call `say` with a one-line explanation for each flag that has no effect.
     """
@@ -132,9 +132,9 @@ def _check(arguments: SFTArguments) -> None:
 
 
 def _in_file(path: Path, parser: Any) -> list[str]:
-    """Return the contents of a file as command-line arguments.
+    """Convert the contents of a file to command-line arguments.
 
-    Ignore keys with a null value, except `max_length`, where null means no limit.
+    Ignore keys whose value is null, except for `max_length`, where null means no limit.
     """
     from fullshard.config.document import read_document
 
@@ -150,7 +150,7 @@ def _in_file(path: Path, parser: Any) -> list[str]:
 
 
 def make_parser() -> Any:
-    """Return TRL's parser for TRL's arguments and fullshard's own."""
+    """Return TRL's parser for both TRL's arguments and fullshard's own."""
     try:
         import trl
 

@@ -69,7 +69,7 @@ Values = tuple[float, float | None, float, float]
 
 
 def train(arguments: TrainArguments) -> None:
-    """Run the whole job on this rank. Every rank of the job calls this function with the same arguments."""
+    """Run the whole job on this rank. All ranks must call this with the same arguments."""
     joined_before, arguments = dist.is_initialized(), for_any_size(arguments)
     with contextlib.ExitStack() as held:
         accelerator = RunAccelerator(arguments)
@@ -107,7 +107,7 @@ def train(arguments: TrainArguments) -> None:
 
 
 class RunAccelerator(Accelerator):
-    """The Accelerator of a run. Its messages go to the output of the run."""
+    """The Accelerator of a run. It prints messages in the same way as the rest of the run."""
 
     _accumulates = False
     _micro_batches_per_step = 1
@@ -136,7 +136,7 @@ class RunAccelerator(Accelerator):
 
 
 class Run:
-    """Hold the model, optimizer and data of one rank, and run the training loop."""
+    """Holds the model, optimizer and data of one rank, and runs the training loop."""
 
     def __init__(self, arguments: TrainArguments, accelerator: RunAccelerator, data: TrainingData) -> None:
         self.arguments, self.accelerator, self.data, self.say = arguments, accelerator, data, accelerator.say
@@ -169,9 +169,9 @@ class Run:
         self.ema = None if arguments.ema_decay is None else EMA(self.model, arguments.ema_decay)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Return an optimizer that applies weight decay to matrices but not to biases and norms.
+        """Create the optimizer. It applies weight decay to matrices but not to biases and norms.
 
-        `ndim` is the number of dimensions of the unsharded parameter.
+        A parameter's `ndim` is the number of dims of the unsharded parameter, so sharded matrices are recognised too.
         """
         lr, decay = self.arguments.lr, self.arguments.weight_decay
         if self.arguments.optimizer == "muon":
@@ -182,7 +182,10 @@ class Run:
         return torch.optim.AdamW([matrices, vectors], lr=lr, betas=_ADAM_BETAS)
 
     def loop(self, step: int) -> int:
-        """Run the steps after `step` and return the last one completed. A signal may stop the run early."""
+        """Run the steps after `step`, and return the number of the last step.
+
+        A signal may end the loop before all steps are done.
+        """
         arguments, skipped, stood_still, stops = self.arguments, 0, 0.0, False
         window, tokens = time.perf_counter(), 0  # for the tokens per second
         first, last = step + 3, step + 5  # the profiled steps: the first two are slow
@@ -224,7 +227,7 @@ class Run:
         return contextlib.closing(JsonlSink(path, last_step=last_step)) if self.environment.is_main else nullcontext()
 
     def step(self, step: int) -> Values:
-        """Run optimizer step `step`. Collective."""
+        """Run optimizer step number `step`. All ranks must call this."""
         arguments, begin = self.arguments, time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments)
@@ -264,12 +267,15 @@ class Run:
         return functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def _gather(self, *values: float) -> torch.Tensor:
-        """Return the values of all ranks, one row per rank. Collective."""
+        """Gather some values from all ranks, and return them with one row per rank. All ranks must call this."""
         own = torch.tensor([values], dtype=torch.float64, device=self.device)
         return self.accelerator.gather(own).cpu()  # type: ignore[no-any-return]
 
     def _report(self, step: int, sink: JsonlSink | None, values: Values, **counted: Any) -> None:
-        """Report a step over all ranks. Collective. If a value is not finite, stop before it reaches a checkpoint."""
+        """Write the metrics of a step, combined over all ranks, to the file and the trackers. All ranks must call this.
+
+        Raise an error if a value is not finite, so that the run stops before such a value reaches a checkpoint.
+        """
         arguments, (loss_sum, norm, seconds, waited) = self.arguments, values
         rows = self._gather(loss_sum, waited, memory_nbytes(self.device))
         tokens = arguments.batch_size * arguments.seq_len
@@ -298,9 +304,9 @@ class Run:
             )
 
     def _state(self) -> dict[str, Any]:
-        """Return the objects to put in a checkpoint.
+        """Return the objects that are saved in a checkpoint and restored from it.
 
-        They always include a scaler, so that a run can continue in another precision.
+        They always include a gradient scaler, so that a run can continue in another precision.
         """
         scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         objects = [] if self.ema is None else [self.ema]
@@ -311,7 +317,10 @@ class Run:
         return self._state() | {"extra": {"step": step, "data_crc32c": self.data.checksum, "arguments": settings}}
 
     def _save(self, step: int) -> float:
-        """Save a checkpoint after `step` steps and return for how many seconds training was blocked. Collective."""
+        """Save a checkpoint after step number `step`. All ranks must call this.
+
+        Return for how many seconds training was blocked.
+        """
         begin, path = time.perf_counter(), self.arguments.checkpoints / f"step-{step:06d}"
         # An existing one must be incomplete or damaged: the run would have resumed from a complete one.
         state = self._state_after(step) | {"total_limit": self.arguments.keep_checkpoints, "overwrite": True}
@@ -320,9 +329,9 @@ class Run:
         return time.perf_counter() - begin
 
     def resume(self, paths: Sequence[Location]) -> int:
-        """Load the newest state and return its number of steps. Collective.
+        """Load the newest saved state, and return the step after which it was saved. All ranks must call this.
 
-        The state comes from host memory or from the first complete checkpoint in `paths`.
+        The state comes from a copy in host memory or from the first complete checkpoint in `paths`.
         """
         if self.copies is not None:
             newest = run_on_main(self.environment, lambda: read_manifest(paths[0]).saved_at if paths else 0.0)
@@ -346,9 +355,10 @@ class Run:
         return 0
 
     def write_down(self, held: int) -> None:
-        """Write the settings and environment of the run and start its trackers. Called on rank 0.
+        """Write the settings and the environment of the run to files, and start its trackers. Rank 0 calls this.
 
-        This happens once the state is loaded, when it is certain that the run continues.
+        This happens after the state was loaded, when it is certain that the run continues. `held` is the number of
+        checkpoints that already exist.
         """
         arguments, accelerator = self.arguments, self.accelerator
         count = arguments.keep_checkpoints + 1 - min(held, arguments.keep_checkpoints)
@@ -366,7 +376,7 @@ class Run:
         accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
 
     def finish(self) -> None:
-        """Evaluate the model, export it, write a sample, and report the output files. Collective."""
+        """Evaluate and export the model, write a sample, and print the names of the files. All ranks must call this."""
         output = self.arguments.output_dir
         if len(self.data.held_out):
             held_out = self.evaluate(self.data.held_out, limit=self.arguments.eval_sequences)
@@ -382,9 +392,10 @@ class Run:
 
     @torch.no_grad()
     def sample(self) -> str:
-        """Return generated text, prompted with the first tokens of the held-out data. Collective.
+        """Generate text that continues the first tokens of the held-out data. All ranks must call this.
 
-        Without held-out data the prompt comes from the training data. Prompt and continuation fit in one sequence.
+        Without held-out data, the prompt comes from the training data. The prompt and its continuation fit in one
+        sequence.
         """
         seq_len, tokenizer = self.arguments.seq_len, self.data.tokenizer
         prompt = (self.data.held_out or self.data.train).read([0])[0][:, : min(16, seq_len // 2)].to(self.device)
@@ -400,7 +411,10 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
-        """Return the mean loss over at most the first `limit` sequences, in nats per token. Collective."""
+        """Return the mean loss over at most the first `limit` sequences, in nats per token.
+
+        All ranks must call this.
+        """
         indices, total = np.arange(min(limit, len(sequences))), 0.0
         self.model.eval()
         for chunk in np.array_split(indices, math.ceil(len(indices) / self.arguments.batch_size)):
@@ -410,7 +424,7 @@ class Run:
 
 
 def learning_rate(step: int, arguments: TrainArguments) -> float:
-    """Return the learning rate of step `step`, counted from 1.
+    """Return the learning rate of step `step`, which counts from 1.
 
     The schedule is a linear warm-up followed by a half cosine down to the lowest rate.
     """
@@ -423,9 +437,10 @@ def learning_rate(step: int, arguments: TrainArguments) -> float:
 
 
 def for_any_size(arguments: TrainArguments) -> TrainArguments:
-    """Return arguments that suit a varying number of hosts.
+    """Adapt the arguments to a job whose number of hosts may change while it runs.
 
-    The micro-batch size is limited so that it is the same on any number of ranks. Fewer ranks use more micro-batches.
+    The micro-batch size is limited so that it is the same for every possible number of ranks. Fewer ranks then use more
+    micro-batches.
     """
     ranks = elastic_ranks()
     if ranks is None:
@@ -441,7 +456,10 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
 
 
 def look_ahead(arguments: TrainArguments) -> list[Location]:
-    """Refuse settings that would fail only at the end, and return the checkpoints to resume from, newest first."""
+    """Return the complete checkpoints from which the run can resume, newest first.
+
+    Before that, raise an error for settings that would otherwise fail only at the end of the run.
+    """
     if arguments.plot:
         require_plots()
     if arguments.model is not None:
@@ -455,9 +473,9 @@ def look_ahead(arguments: TrainArguments) -> list[Location]:
 
 
 def require_same_run(paths: Sequence[Location], arguments: TrainArguments, checksum: int) -> None:
-    """Refuse to resume from the first of `paths` with other data or settings.
+    """Raise an error if the first checkpoint in `paths` was saved with other data or other settings.
 
-    Called on rank 0, before anything is written.
+    Rank 0 calls this before anything is written.
     """
     if not paths:
         return
@@ -479,7 +497,7 @@ def require_same_run(paths: Sequence[Location], arguments: TrainArguments, check
 
 
 def run(arguments: TrainArguments) -> None:
-    """Run the job in this process, and report a failure to the launcher if there is one."""
+    """Run the job in this process. If it fails and was started by a launcher, report the failure to the launcher."""
     run_worker(lambda: train(arguments))
 
 
