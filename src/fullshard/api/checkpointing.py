@@ -109,7 +109,7 @@ class Checkpointing(Facts):
                 checkpoint there is replaced once the new one is complete. With `automatic_checkpoint_naming`, the
                 directory is `project_dir/checkpoints/checkpoint_N` instead.
             safe_serialization: has no effect, as with Accelerate's FSDP, because checkpoints contain no pickles. False
-                warns.
+                produces a warning.
             wait: whether training waits until the checkpoint is written. If it does not, a failure is raised later by
                 the `backward` that ends a step, the next `save_state` or `end_training`. By default, training waits
                 unless `async_save` is set in the project or the configuration.
@@ -118,7 +118,7 @@ class Checkpointing(Facts):
             The directory.
 
         Raises:
-            ConfigError: there is no directory, or this way of saving is not supported.
+            ConfigError: no directory was passed, or this way of saving is not supported.
             CheckpointError: saving failed, and no new checkpoint exists.
         """
         if not safe_serialization:
@@ -169,13 +169,13 @@ class Checkpointing(Facts):
         """Load the state that `save_state` wrote into the same prepared objects. The number of ranks may differ.
 
         Args:
-            input_dir: the directory. None selects the newest complete one under `project_dir/checkpoints`.
+            input_dir: the directory. None selects the newest complete checkpoint under `project_dir/checkpoints`.
             load_kwargs: must be empty, because nothing is unpickled and `torch.load` is not called.
             strict: must not be False. A checkpoint with missing or unexpected weights is refused.
             map_location: has no effect. Loaded values go to the device of the prepared object.
 
         Raises:
-            ConfigError: there is no directory, or `strict=False` or arguments for `torch.load` were passed.
+            ConfigError: no directory was passed, or `strict=False` or arguments for `torch.load` were passed.
             CheckpointError: the checkpoint is missing or damaged, or belongs to other objects.
         """
         if not strict:

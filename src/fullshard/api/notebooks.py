@@ -22,11 +22,11 @@ def notebook_launcher(
     """Run a notebook's function in several processes forked on this host, as ranks of one job.
 
     Args:
-        function: makes the Accelerator, the model and everything else. It may be defined in a cell.
+        function: creates the Accelerator, the model and everything else. It may be defined in a cell.
         args: arguments for the function.
         num_processes: number of ranks.
         options: further arguments of Accelerate's function: `mixed_precision`, `use_port`, `max_restarts`, ... On one
-            host, the default port is a free one.
+            host, a free port is used by default.
 
     Raises:
         ConfigError: the notebook has used a device or is a rank of a job, so forked processes could not run.
@@ -44,7 +44,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """Run a function in several processes forked on this host, as ranks of one job on CPUs.
 
     Args:
-        function: makes the Accelerator, the model and everything else.
+        function: creates the Accelerator, the model and everything else.
         args: arguments for the function.
         num_processes: number of ranks.
 

@@ -25,7 +25,7 @@ class ProjectConfiguration(Theirs):  # type: ignore[misc]
         total_limit: number of checkpoints to keep. The oldest is removed after the new one is complete.
         iteration: number of the next checkpoint.
         save_on_each_node: must not be true, because all hosts share the checkpoint's storage.
-        async_save: training continues while `save_state` writes. Not in Accelerate.
+        async_save: whether training continues while a checkpoint is written. Accelerate does not have this field.
     """
 
     async_save: bool = False
