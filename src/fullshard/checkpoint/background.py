@@ -59,7 +59,7 @@ class AsyncSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save is running, or has ended without this rank having been told."""
+        """Return whether a save is running. It counts as running until `check` or `wait` has reported its end."""
         return self._thread is not None
 
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:

@@ -91,8 +91,7 @@ def refuse_file(path: Path) -> None:
 def refuse_current(path: Path) -> None:
     """Raise `CheckpointError` if `path` is the current directory or contains it.
 
-    A user who passes `--overwrite` with `.` makes a mistake, because everything in the current directory would be
-    removed.
+    Otherwise, a user who passes `--overwrite` with `.` by mistake would lose everything in the current directory.
     """
     try:
         current = Path.cwd()

@@ -108,7 +108,7 @@ def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str],
 
 
 def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
-    """Return a problem if parts are missing of a checkpoint of several models, which is valid only as a whole."""
+    """Return a problem if parts of a checkpoint of several models are missing, because all parts are needed."""
     names = {part.name for part, _ in parts}
     return [
         f"{part} was saved as one of {manifest.parts} parts, but {len(parts)} exist: {', '.join(sorted(names))}"

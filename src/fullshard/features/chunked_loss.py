@@ -7,8 +7,8 @@ matrix product in the head. The loss and the gradients equal those of the usual 
 tokens may be added in a different order.
 
 The head computes the loss in its own forward, where its weight is unsharded, no matter which unit owns the weight. It
-returns the loss in place of the logits, and the model's forward passes it on. If a model does anything else with the
-logits, it would change the loss. This is detected and raises an error.
+returns the loss in place of the logits, and the model's forward passes it on. A model that does anything else with the
+logits would change the loss. This is detected and raises an error.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, *, tokens: int
 ) -> torch.Tensor:
-    """Return the sum of the float32 cross-entropy losses, with logits `linear(hidden, weight, bias)` in chunks.
+    """Return the summed float32 cross-entropy of the logits `linear(hidden, weight, bias)`, computed in chunks.
 
     A chunk has `tokens` tokens. `hidden` has shape (T, hidden size). `labels` has shape (T,), with -100 for tokens that
     have no target.
@@ -217,7 +217,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _buffers(
     wanted: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Allocate a buffer for each requested gradient. Chunks are summed in it in float32 or a wider dtype."""
+    """Allocate the requested gradients. Those of weight and bias are summed over chunks, in float32 or wider."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (
         torch.empty_like(hidden) if wanted[0] else None,

@@ -2,8 +2,8 @@
 
 No unit would own them, and their gradients would not be reduced. To detect them cheaply, torch hooks count how many
 parameters and modules are registered. A script can also write directly to `_parameters` or `_modules`, which changes
-the number of parameters or the identity of the modules there. Only if one of these has changed, the model is searched
-at its next forward.
+the number of parameters or the identity of the modules there. The model is searched at its next forward only if one of
+these has changed.
 """
 
 from __future__ import annotations

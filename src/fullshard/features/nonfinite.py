@@ -3,7 +3,7 @@
     reduction            `reduced` checks each part of a sum of gradients while it is still in the cache
     end of backward      an all-reduce of one byte tells all ranks whether any rank has found NaN or infinity; no rank
                          waits for it yet
-    optimizer.step()     reads the byte. Only if it is set, the gradients are searched for such values
+    optimizer.step()     reads the byte. The gradients are searched for such values only if it is set
 
 If sums overflow because of a loss scale, the gradient scaler skips the step, and the byte is not read.
 """
@@ -38,7 +38,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Describes non-finite gradients that were found. It is equal on every rank.
+    """Describes the non-finite gradients of a step. All ranks get the same description.
 
     Attributes:
         names: names of the affected parameters, mapped to the kind of value found.
@@ -296,8 +296,8 @@ class NonFiniteMethods:
         Args:
             policy: `raise` raises a `NonFiniteError` on all ranks before anything is changed. `skip` makes all ranks
                 skip the step and drop the optimizer's gradients. `off` disables the check.
-            limit: maximum number of consecutive steps to skip. If the next step also has to be skipped, it raises the
-            error.
+            limit: maximum number of consecutive steps to skip. If the next step would also be skipped, the error is
+                raised instead.
 
         Raises:
             ConfigError: The policy does not exist, or the limit is less than 1.

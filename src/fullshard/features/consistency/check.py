@@ -35,7 +35,7 @@ class ConsistencyCheck(Extension):
 
     Attributes:
         every: number of steps between two comparisons; 0 disables them.
-        policy: what to do if weights differ: `raise` an error on all ranks, or do not compare weights (`off`).
+        policy: `raise` raises an error on all ranks if weights differ; `off` disables the comparison of weights.
         paces: the measurements of the last comparison, by rank in the mesh; empty before the first comparison.
     """
 
@@ -173,9 +173,8 @@ class ConsistencyMethods:
         setting applies to the whole model.
 
         Args:
-            policy: with `raise`, all ranks raise a `ReplicaError` that names the rank, host and parameter. `off`
-            disables
-                the comparison.
+            policy: with `raise`, all ranks raise a `ReplicaError` that names the rank, host and parameter. With `off`,
+                the replicas are not compared.
             every: number of steps between two comparisons and between two straggler reports, 100 by default. 0 disables
                 both, including the comparison before a save.
 

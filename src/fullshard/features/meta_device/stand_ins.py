@@ -35,7 +35,7 @@ from fullshard.wrap.partition import Slot
 
 
 class StandIns:
-    """The parameters that a unit's modules hold until the unit is allocated. It is also the source of their values."""
+    """The parameters that a unit's modules hold until the unit is allocated. They also supply its values."""
 
     def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
         self.entries = list(entries)

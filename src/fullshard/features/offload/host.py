@@ -66,7 +66,7 @@ class Host:
         return self._beside(self._to_device)
 
     def arriving(self, work: Work) -> Work:
-        """Return `work`, which was launched inside `copying_to_device`, such that `wait` also waits for the copies."""
+        """Return `work` with a `wait` that also waits for the copies launched inside `copying_to_device`."""
         if self._to_device is not None:
             self._reading = self._to_device.record_event()
             copied = Copied(self._reading, self._device)
@@ -97,7 +97,7 @@ class Host:
     def is_here(self) -> bool:
         """Return whether host and device have the same type.
 
-        The device of a tensor then does not show where the tensor is.
+        If so, the device of a tensor does not show whether the tensor is on the host.
         """
         return self._place.type == self._device.type
 

@@ -85,10 +85,10 @@ class OffloadPolicy:
     """Selects which data to keep in host memory. By default, everything stays on the device.
 
     Attributes:
-        compute_shards, main_weights: see `core.offload.Offload`. optimizer_state: see `core.offload.Offload`; None
-        means the same location as the main weights. activations: see `core.offload.Offload`; must be set separately,
-        because `everything` there refers to parameters. pin_memory: page-lock host memory. Otherwise, copies do not
-        overlap with computation.
+        compute_shards, main_weights: see `core.offload.Offload`.
+        optimizer_state: see `core.offload.Offload`; None means the same location as the main weights.
+        activations: see `core.offload.Offload`. `everything` there does not include them.
+        pin_memory: page-lock host memory. Otherwise, copies do not overlap with computation.
 
     Raises:
         ConfigError: The combination is not possible.
