@@ -92,7 +92,7 @@ class Accelerator(Loaders, Reporting):
         step_scheduler_with_optimizer: step schedulers with the optimizer, once for each rank unless batches are split.
             If False, step once at every call.
         step_scheduler_once: step schedulers once per optimizer step, on any number of ranks. Accelerate does not have
-                this option.
+            this option.
         kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs` or `ProfileKwargs`.
             `DistributedDataParallelKwargs` have no effect; a note reports this.
         dynamo_backend: the `torch.compile` backend that compiles every unit's forward; `no` turns compilation off.
