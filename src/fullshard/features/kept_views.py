@@ -1,7 +1,7 @@
 """Views of parameters that forward stores in module attributes, such as `self.cache = self.q[:3]`.
 
 The views are valid again in the next forward, because unsharding refills the same memory. Until then they must not be
-read, so they are replaced while the unit is sharded with an object that raises an error. Attributes that are lists,
+read. Therefore, an object that raises an error replaces each view while the unit is sharded. Attributes that are lists,
 tuples or dicts are searched; other objects are not.
 """
 

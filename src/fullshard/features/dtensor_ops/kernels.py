@@ -292,7 +292,7 @@ def _plain_whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Gather the tensors on every rank, run the kernel on them, and shard the tensor again that the kernel wrote to."""
+    """Gather the tensors on every rank and run the kernel on them. If it writes to a tensor, shard that one again."""
     refuse_plain(func, args, kwargs)
     wholes: dict[int, torch.Tensor] = {}
 

@@ -30,8 +30,7 @@ from fullshard.features.dtensor_ops.methods import reduced
 class _Whole(SpreadTensor):
     """Base class of DTensors that are complete on every rank.
 
-    Conversion to a tensor of another class makes a tensor that is independent on each rank and has its own gradient
-    there.
+    If it is converted to a tensor of another class, the new tensor is independent on each rank, with its own gradient.
     """
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -205,7 +204,7 @@ class WholeCopy(_Whole):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Check that the copy is still valid, and return the local tensor as torch does.
 
-        The check is made here because no kernel runs that would make it.
+        This method makes the check itself, because it does not run a kernel.
         """
         self.check_is_current()
         return super().to_local(grad_placements=grad_placements)
@@ -213,7 +212,7 @@ class WholeCopy(_Whole):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Check that the copy is still valid, and return the full tensor as torch does.
 
-        The check is made here because no kernel runs that would make it.
+        This method makes the check itself, because it does not run a kernel.
         """
         self.check_is_current()
         return super().full_tensor(grad_placements=grad_placements)

@@ -85,7 +85,7 @@ class Composed(Extended):
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Return a parameter on the meta device that describes the given one.
 
-        It has the same class, because that contains more information than the shape.
+        The class is kept, because it contains more information than a shape.
         """
         return nn.Parameter(parameter.detach(), requires_grad)
 

@@ -37,7 +37,7 @@ def wrapped_by(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def is_composed(parameter: torch.Tensor) -> bool:
-    """Return whether an extended parameter wraps anything else than one plain tensor of its own shape and dtype."""
+    """Return whether an extended parameter wraps anything other than one plain tensor of its own shape and dtype."""
     return is_extended(parameter) and _inner(parameter) is None
 
 

@@ -26,7 +26,7 @@ _PLAIN = "_fullshard_plain"
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
     """Return this rank's part of a sharded parameter as a plain parameter.
 
-    Repeated calls return the same object. It is flat, unless the parameter is sharded by rows.
+    Repeated calls return the same object. The plain parameter is flat, unless the parameter is sharded by rows.
     """
     plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
     if plain is None:

@@ -1,8 +1,8 @@
 """Encode optimizer state in 4 or 8 bits, with one scale per block of codes.
 
 Blocks are counted from the start of a rank's interval. State dicts contain the decoded state in float32, with the same
-layout as the parameter, so it can be loaded on any number of ranks and by any optimizer. When it is encoded again with
-the same blocks, the result is the same codes.
+layout as the parameter. They can therefore be loaded on any number of ranks and by any optimizer. When the state is
+encoded again with the same blocks, the result is the same codes.
 """
 
 from __future__ import annotations
