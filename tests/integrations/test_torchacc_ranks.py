@@ -308,7 +308,7 @@ def test_what_rank_0_saves_is_whole(tmp_path: Path) -> None:
         assert result["kept"] == (4 if rank == 0 else 0)
         assert result["mine"] == rank
         other, directory, blocked, one = result["problems"]
-        assert "state of other parameters" in other
+        assert "state for different parameters" in other
         assert "Is a directory" in directory
         assert "rank 0: cannot write" in blocked
         assert "rank 1: cannot write" in blocked

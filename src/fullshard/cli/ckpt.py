@@ -226,7 +226,7 @@ def import_(
     """
     if optimizer is not None and no_optimizer:
         raise ConfigError(
-            "--optimizer has no effect with --no-optimizer, which leaves the optimizer out",
+            "--optimizer has no effect with --no-optimizer, which omits the optimizer",
             hint="use only one of the two",
         )
     from fullshard.checkpoint.shards import parse_dtype

@@ -120,7 +120,7 @@ def _time(
     if world_size not in (None, cluster.count):
         raise ConfigError(
             f"--world-size {world_size} conflicts with --devices {devices}, which means {cluster.count}",
-            hint="leave out one of the two",
+            hint="use only one of the two",
         )
     step = time_step(values, job, cluster, rank=rank)
     step.write_trace(trace)

@@ -84,7 +84,10 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
 
 def _run(folder: Path) -> RunRecord:
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a directory, but a run is one", hint="pass the --output-dir of a run")
+        raise DataError(
+            f"{folder} is not a directory, so it is not the output directory of a run",
+            hint="pass the --output-dir of a run",
+        )
     metrics = _read(folder / "metrics.jsonl", folder, lambda path: list(read_metrics(path)))
     steps = [dataclasses.asdict(step) for step in metrics] or _logged(folder)
     events = _read(folder / JOURNAL_NAME, folder, lambda path: list(read_journal(path)))

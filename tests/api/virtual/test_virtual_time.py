@@ -333,7 +333,7 @@ def test_the_command(tmp_path: Path) -> None:
     trace.unlink()
     for wrong, message in {
         ("--timeline", str(trace)): "--timeline requires --devices",
-        ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "leave out one of the two",
+        ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "use only one of the two",
         ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 does not exist in a job of 8 ranks",
         ("--timeline", str(trace), "-d", "2xCPU"): "virtual time does not support CPUs",
         (): "the option --world-size is missing",

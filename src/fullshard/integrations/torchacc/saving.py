@@ -89,7 +89,7 @@ def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, c
     for rank, others in enumerate(all_gather_object(keys)):
         if others != keys:
             raise CheckpointError(
-                f"the optimizer's state differs between ranks: rank {rank} has state of other parameters"
+                f"the optimizer's state differs between ranks: rank {rank} has state for different parameters"
             )
     whole: dict[Any, dict[str, Any]] = {}
     for key, state in states.items():

@@ -58,7 +58,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         if saved is None:
             raise CheckpointError(f"{path} does not contain an optimizer")
         if [name for group in saved["param_groups"] for name in group["params"]] != _names(model, optimizer):
-            raise CheckpointError(f"the optimizer in {path} has other parameters than this one")
+            raise CheckpointError(f"the optimizer in {path} has different parameters from this one")
     load_full_state_dict(model, content["model"])
     if optimizer is not None:
         optimizer.load_state_dict(saved)
