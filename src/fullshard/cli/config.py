@@ -90,7 +90,7 @@ def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
 
 @app.command("explain", cls=RawCommand)
 def explain(context: typer.Context) -> None:
-    """Print every setting with the value that `fullshard launch` would use.
+    """Print every setting as `fullshard launch` would use it.
 
     Each line also shows where the value comes from, and the default.
 

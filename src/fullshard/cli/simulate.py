@@ -45,7 +45,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     settings: dict[str, Any],
 ) -> None:
-    """Run one training step of the real engine as a single rank of a large job.
+    """Run one step of the real engine as a single rank of a large job.
 
     The step needs neither data nor the other ranks. Prints how the model is sharded and how many bytes this rank would
     send. The exit code is 1 if the engine's events or bytes differ from those that `fullshard plan` predicts.
