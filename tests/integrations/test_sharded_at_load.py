@@ -100,11 +100,11 @@ def test_it_trains_saves_and_resumes_on_other_ranks(
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
 
 
-def check_gradients(path: str) -> None:
+def check_gradients(path: str, sizes: dict[str, int]) -> None:
     """Logits and gradients of a model that is split are those of the whole one, on one batch for both ranks."""
     tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model: Any = load_sharded(type(plain), path, {"tp_size": 2}, dtype=torch.float32)
+    model: Any = load_sharded(type(plain), path, sizes, dtype=torch.float32)
     for one in (plain, model):
         one(input_ids=tokens, labels=tokens).loss.backward()
     for name, parameter in plain.named_parameters():
@@ -115,13 +115,19 @@ def check_gradients(path: str) -> None:
 
 def test_split_over_two_ranks(model: Path) -> None:
     end_workers()
-    run_ranks(check_gradients, 2, str(model))
+    run_ranks(check_gradients, 2, str(model), {"tp_size": 2})
+
+
+def test_experts_over_two_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["mixtral"]()).save_pretrained(tmp_path)
+    run_ranks(check_gradients, 2, str(tmp_path), {"fsdp_size": 2, "ep_size": 2})
 
 
 def test_what_is_refused(model: Path) -> None:
     for sizes, options, message in (
         ({"pp_size": 2}, {}, "pipeline parallelism"),
-        ({"fsdp_size": 2, "ep_size": 2}, {}, "expert parallelism"),
+        ({"fsdp_size": 3, "ep_size": 2}, {}, "DistributedConfig: `ep_size` must divide"),
         ({"fsdp_size": 2}, {}, "dp_replicate 1 x fsdp 2 x tp 1, but the job has 1 ranks"),
         ({"fsdp_size": 1}, {"device_map": "cpu"}, "device_map"),
         ({"fsdp_size": 1}, {"force_download": True}, "force_download"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +48,7 @@ def shard_model(
     param_init_fn: InitFunction | None = None,
     device: torch.device | None = None,
     mesh: Mesh | None = None,
+    other_meshes: Mapping[nn.Module, Mesh] | None = None,
     event_sink: EventSink | None = None,
 ) -> ModuleT:
     """Shard a complete model in one call. Tied parameters may be in different units.
@@ -69,6 +70,7 @@ def shard_model(
         param_init_fn: function that initialises one module on the meta device.
         device: device to compute on; by default the accelerator, if there is one.
         mesh: mesh of the ranks to use, instead of all ranks (`fullshard simulate` passes its own mesh).
+        other_meshes: meshes of units that are sharded over other ranks, such as experts, keyed by module.
         event_sink: object that receives the engine's events.
 
     Raises:
@@ -85,18 +87,20 @@ def shard_model(
     storage = storage_of(offload_policy, mesh.device)
     weights = weight_source(model)
     plans = _plan_units(model, unit_modules, weights, ignored_parameters(ignored_params))
-    check_kinds(plans, [model], mesh)
+    meshes = [(other_meshes or {}).get(plan.modules[0], mesh) for plan in plans]
+    for plan, own in zip(plans, meshes, strict=True):
+        check_kinds([plan], [model], own)
     storage.check(plans)
     # The model changes from here on. Errors in the plans have already been raised.
     schedule, policy = Schedule(mesh), MixedPrecisionPolicy.of(mp_policy)
     begin_sharding()
-    for plan in plans:
+    for plan, own in zip(plans, meshes, strict=True):
         for slot in plan.slots:
             slot.compute_dtype = policy.override(slot.parameter)
         # Do this before the unit is created, because its buckets copy the current values.
         materialize(
             plan,
-            mesh=mesh,
+            mesh=own,
             stop_at=units_in(plan.modules),
             model=model,
             init=param_init_fn,
@@ -106,7 +110,7 @@ def shard_model(
         )
         make_unit(
             plan,
-            schedule=schedule,
+            schedule=schedule if own is mesh else Schedule(own),  # the model's own takes its units over
             policy=policy,
             storage=storage,
             frees_after_forward=None if reshard and plan.modules[0] is model else reshard,

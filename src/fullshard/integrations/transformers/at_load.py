@@ -1,15 +1,17 @@
 """Transformers' `from_pretrained(distributed_config=DistributedConfig(...))`, adapted to fullshard's engine.
 
-Each rank reads only the data that it will own. The returned model is sharded. If the config requests tensor
-parallelism, its layers are split first. The result is like that of `shard_model`, so Trainer can save it and resume on
-any number of ranks.
+Each rank reads only the data that it will own. The returned model is sharded. If the config requests tensor or expert
+parallelism, Transformers first splits the layers or distributes the experts. The result is like that of `shard_model`,
+so Trainer can save it and resume on any number of ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.checkpoint import pretrained
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.comm.device import current
-from fullshard.comm.mesh import init_mesh, joined_world_size
+from fullshard.comm.mesh import Mesh, init_mesh, joined_world_size
 from fullshard.core.errors import ConfigError
 from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 
@@ -30,6 +32,7 @@ _OF_THE_LOADER = (
     *("weights_only", "trust_remote_code", "code_revision"),
 )
 """Options about reading files and trusting code, which are not needed because the class has been loaded."""
+_INFERENCE_ONLY = "deepgemm_megamoe"
 _REFUSED = (
     *("device_map", "max_memory", "offload_folder", "state_dict", "gguf_file", "output_loading_info"),
     *("tp_plan", "tp_size", "force_download", "proxies"),
@@ -72,7 +75,7 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         options: The options of `fullshard.from_pretrained`.
 
     Raises:
-        ConfigError: If the config uses pipeline or expert parallelism, if its sizes do not match the job, or if an
+        ConfigError: If the config uses pipeline parallelism, if its sizes do not match the job or the experts, or if an
             option such as `device_map` places weights in another way.
     """
     config = _config(distributed_config)
@@ -87,40 +90,86 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         options["dtype"] = options.pop("torch_dtype")
     device_mesh = _device_mesh(config)
     model: Any = pretrained.from_pretrained(model_class, name_or_path, **options)
-    tp_plan, _, fsdp_plan = model._resolve_parallel_plans(config)
+    with _as_config_errors():
+        tp_plan, ep_plan, fsdp_plan = model._resolve_parallel_plans(config)
     if device_mesh is not None and config.tp_size > 1:
         importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism(
             model, device_mesh["tp"], tp_plan
         )
         model.tie_weights()
+    experts = {} if device_mesh is None or _ep_size(config) == 1 else _distribute(model, config, device_mesh, ep_plan)
     model._tp_size, model._fsdp_size = config.tp_size, config.fsdp_size
     # Parameters that the plan keeps unsharded until backward belong to the outermost unit, which keeps them too.
     units = [model.get_submodule(name) for name, style in fsdp_plan.items() if style == "free_full_weight"]
     shard_model(
         model,
-        unit_modules=units,
+        unit_modules=[*experts, *units],
         strategy="HYBRID_SHARD" if config.dp_replicate_size > 1 else "FULL_SHARD",
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if config.fsdp_mixed_precision
         else None,
         offload_policy=CPUOffloadPolicy() if config.fsdp_cpu_offload else None,
         mesh=init_mesh(device_mesh=None if device_mesh is None else device_mesh["dp_replicate", "fsdp"]),
+        other_meshes=experts,
     )
+    for each in experts:
+        # The ranks that hold an expert have its gradients for the tokens of all batches, not of one batch per rank.
+        each.set_gradient_divide_factor(float(config.dp_replicate_size * config.fsdp_size))
     gather_when_all_save(model)
     return model  # type: ignore[no-any-return]
 
 
 def _config(given: Any) -> Any:
     home = importlib.import_module("transformers.distributed.configuration_utils")
-    config = home.DistributedConfig.from_dict(given) if isinstance(given, dict) else given
-    for name, what in (("pp_size", "pipeline"), ("ep_size", "expert")):
-        if (getattr(config, name, None) or 1) > 1:
-            raise ConfigError(
-                f"DistributedConfig({name}={getattr(config, name)}) requests {what} parallelism, which is not "
-                "supported",
-                hint="leave it out; experts are sharded like all other parameters",
-            )
+    with _as_config_errors():
+        config = home.DistributedConfig.from_dict(given) if isinstance(given, dict) else given
+    if (getattr(config, "pp_size", None) or 1) > 1:
+        raise ConfigError(
+            f"DistributedConfig(pp_size={config.pp_size}) requests pipeline parallelism, which is not supported",
+            hint="leave it out",
+        )
     return config
+
+
+@contextlib.contextmanager
+def _as_config_errors() -> Iterator[None]:
+    """Raise a `ConfigError` for every error that Transformers raises about the sizes and plans of a config."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"DistributedConfig: {error}") from error
+
+
+def _ep_size(config: Any) -> int:
+    """Return the number of ranks among which experts are distributed. Versions before 5.20 do not have the setting."""
+    return getattr(config, "ep_size", None) or 1
+
+
+def _distribute(model: Any, config: Any, dense: DeviceMesh, plan: dict[str, str]) -> dict[Any, Mesh]:
+    """Distribute the experts over `ep_size` ranks, as Transformers does. Return the mesh that each is sharded over.
+
+    Ranks that hold the same experts shard them among themselves. There are dp_replicate x efsdp x ep such ranks, where
+    efsdp = fsdp x tp / ep.
+    """
+    how = config.ep_implementation
+    if how == _INFERENCE_ONLY or getattr(model.config, "_experts_implementation", None) == _INFERENCE_ONLY:
+        raise ConfigError(
+            f"{_INFERENCE_ONLY} experts cannot be trained, because its kernel has no backward",
+            hint='use ep_implementation="all_to_all" and another experts_implementation',
+        )
+    experts = [model.get_submodule(name) for name, style in plan.items() if style == "ep_dispatch_experts"]
+    if not experts:
+        raise ConfigError(
+            f"DistributedConfig(ep_size={config.ep_size}): the expert-parallel plan of {type(model).__name__} matches "
+            "no experts",
+            hint='leave ep_size out, or pass an ep_plan with an "ep_dispatch_experts" rule',
+        )
+    sizes = (config.dp_replicate_size, config.efsdp_size, config.ep_size)
+    mesh = init_device_mesh(dense.device_type, sizes, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+    home = importlib.import_module("transformers.distributed.expert_parallel")
+    with _as_config_errors():
+        home.apply_expert_parallelism(model, mesh["ep"], dense["tp"], plan, how)
+    return dict.fromkeys(experts, init_mesh(device_mesh=mesh["dp_replicate", "efsdp"]))
 
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
