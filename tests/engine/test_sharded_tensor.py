@@ -290,6 +290,9 @@ def test_redistributed_to_where_it_is() -> None:
 
 PLACED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "distribute_tensor": lambda p, value: distribute_tensor(value, p.device_mesh, p.placements),
+    "distribute_tensor again": lambda p, value: distribute_tensor(
+        distribute_tensor(value, p.device_mesh, p.placements), p.device_mesh, p.placements
+    ),
     "from rows": lambda p, value: distribute_tensor(value, p.device_mesh, [Shard(0)]).redistribute(
         placements=p.placements
     ),

@@ -239,6 +239,11 @@ def _distribute_tensor(
     **options: Any,
 ) -> DTensor:
     """Distribute a tensor as torch does, but also accept the placements of a sharded parameter."""
+    if isinstance(tensor, DTensor) and (tensor.device_mesh, tensor.placements) == (
+        device_mesh,
+        tuple(placements or ()),
+    ):
+        return tensor  # torch also returns a tensor that already has these placements
     if device_mesh is not None and device_mesh.size() == 1:
         options["src_data_rank"] = None  # nothing is sent, and no process group is needed
     return _made(torch_private.distribute_tensor, tensor, device_mesh, placements, **options)
