@@ -15,6 +15,7 @@ from fullshard.config.flags import parse
 from fullshard.core.errors import ConfigError
 from fullshard.launch.plan import make_plan
 from fullshard.launch.take import NAMES, take
+from fullshard.take import main
 from tests.launching import environment, run_python
 
 PROGRAM = """
@@ -52,6 +53,13 @@ def test_a_program_gets_the_names_of_fullshard(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ran program.py\n"), done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("fullshard: in this program, ") and all(name in line for name in NAMES)
+
+
+@pytest.mark.parametrize("words", [[], ["-m"], ["--nproc_per_node", "2", "program.py"]])
+def test_a_command_without_a_program(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["take.py", *words])
+    with pytest.raises(SystemExit, match=r"usage: python -m fullshard\.take"):
+        main()
 
 
 def test_the_launcher_tells_its_processes() -> None:
