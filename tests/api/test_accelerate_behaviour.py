@@ -140,7 +140,7 @@ def test_a_model_without_an_optimizer_and_two_models() -> None:
 def test_a_model_spread_over_devices_is_refused() -> None:
     spread = model()
     spread.hf_device_map = {"0": 0, "1": "cpu"}  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"on several devices(.|\n)*load it without device_map"):
+    with pytest.raises(ConfigError, match=r"across several devices(.|\n)*load it without device_map"):
         Accelerator().prepare(spread)
 
 

@@ -323,7 +323,7 @@ def test_a_parallelism_config_is_a_strategy() -> None:
     ("fields", "message"),
     [
         ({"dp_shard_size": 2}, "the job has 1 ranks"),
-        ({"tp_size": 2}, "x tp_size 2 is not the number of ranks: the job has 1 ranks"),
+        ({"tp_size": 2}, "x tp_size 2 does not equal the number of ranks: the job has 1 ranks"),
         ({"cp_size": 2}, "cp_size = 2"),
         ({"sp_size": 2}, "sp_size = 2"),
     ],

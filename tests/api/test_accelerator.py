@@ -160,7 +160,7 @@ def test_prepare_returns_what_it_was_given_in_order() -> None:
     assert prepared[4] is loss_function
     assert not isinstance(loss_function, FSDPModule)
     assert accelerator.prepare(model) is model
-    with pytest.raises(ConfigError, match="device_placement has 1 entries, but there are 2 objects"):
+    with pytest.raises(ConfigError, match="device_placement has 1 entries, but 2 objects were passed"):
         accelerator.prepare(model, optimizer, device_placement=[True])
     assert accelerator.free_memory(model, optimizer) == [None, None]
 

@@ -542,7 +542,7 @@ def test_accelerates_function_that_skips_never_reads_in_another_order(bound_befo
         assert epoch(accelerate.skip_first_batches(loader, 2)) == first[2:]
         return
     with pytest.raises(
-        DataError, match=r"(.|\n)*hint: iterate the loader, and skip batches with accelerator.skip_first_batches"
+        DataError, match=r"(.|\n)*hint: iterate over the loader, and skip batches with accelerator.skip_first_batches"
     ):
         epoch(accelerate.skip_first_batches.__wrapped__(loader, 2))
 
@@ -585,7 +585,7 @@ def test_loaders_that_cannot_be_divided(loader: Any, options: Any, error: type[E
 
 def test_positions_of_something_else_are_refused() -> None:
     loader = ShardedDataLoader(DataLoader(numbers(4)))
-    with pytest.raises(DataError, match="a data loader needs seed, epoch and consumed"):
+    with pytest.raises(DataError, match="a data loader must have the keys seed, epoch and consumed"):
         loader.load_state_dict({"_sampler_iter_yielded": 3})
 
 

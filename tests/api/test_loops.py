@@ -132,7 +132,9 @@ def test_only_rank_0_touches_the_dataset() -> None:
 def test_a_failure_of_rank_0_reaches_all() -> None:
     first, second = run_ranks(_only_rank_0_reads, 2, 5)
     assert first == "OSError: the disk is gone"
-    assert second.startswith("DataError: rank 0, which reads for all ranks (dispatch_batches), failed: OSError")
+    assert second.startswith(
+        "DataError: rank 0, which reads the data for all ranks (dispatch_batches), failed: OSError"
+    )
 
 
 def _without_length() -> Any:

@@ -144,7 +144,7 @@ def test_values_that_no_tracker_takes_are_not_dropped_without_a_word(tmp_path: P
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
     with pytest.warns(UserWarning, match="log: tensorboard has not been started: call init_trackers first"):
         accelerator.log({"loss": 1.0})
-    with pytest.raises(ConfigError, match=r"there is no tracker named 'tensorbord'\nhint: did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"unknown tracker 'tensorbord'\nhint: did you mean 'tensorboard'"):
         accelerator.init_trackers("run", init_kwargs={"tensorbord": {"flush_secs": 1}})
     accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "others"}})  # for another time
     assert len(accelerator.trackers) == 1

@@ -90,7 +90,8 @@ def test_a_configuration_that_transformers_cannot_use_is_told() -> None:
     ):
         transformers_model({"model_type": "qwen2_moe", "mlp_only_layers": 3})()
     with pytest.raises(
-        ConfigError, match=r"does not accept the file as a llama: Trying to create tensor with negative dimension"
+        ConfigError,
+        match=r"does not accept the file as a llama configuration: Trying to create tensor with negative dimension",
     ):
         transformers_model({"model_type": "llama", "hidden_size": -64})()
     if importlib.util.find_spec("flash_attn") is None:  # what is missing is not the file's fault

@@ -186,13 +186,15 @@ def test_what_needs_a_directory_of_this_host_says_so() -> None:
     with pytest.raises(ConfigError, match="memory://b/x' is a URL, but only paths on this host"):
         export_hf("memory://b/x", model=model)
     accelerator.register_save_state_pre_hook(lambda *_: None)
-    with pytest.raises(ConfigError, match="a hook of register_save_state_pre_hook writes to a local directory"):
+    with pytest.raises(
+        ConfigError, match="a hook registered with register_save_state_pre_hook writes to a local directory"
+    ):
         accelerator.save_state("memory://b/x")
     accelerator = fullshard.Accelerator(
         fsdp_plugin=fullshard.FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
     )
     accelerator.prepare(*job())
-    with pytest.raises(ConfigError, match="FULL_STATE_DICT writes files for other programs into the checkpoint"):
+    with pytest.raises(ConfigError, match="FULL_STATE_DICT writes files for other libraries into the checkpoint"):
         accelerator.save_state("memory://b/x")
     let_go()
 

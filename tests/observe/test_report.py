@@ -312,7 +312,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("output", "what"), [("nowhere/x.html", "does not exist; create it"), ("", "is a folder; name a")]
+    ("output", "what"), [("nowhere/x.html", "does not exist; create it"), ("", "is a folder; specify a")]
 )
 def test_where_nothing_can_be_written_is_said_first(output: str, what: str, tmp_path: Path) -> None:
     """Also of what takes minutes: a simulation's picture, a calibration."""

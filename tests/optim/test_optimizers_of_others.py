@@ -114,7 +114,7 @@ def _loss_with_weights() -> None:
     own, model, loss = accelerator(), linear(), linear()
     held = of(model, loss)
     model, optimizer = own.prepare(model), own.prepare(held)
-    with pytest.raises(OptimizerError, match=f"2 of the 4 .*{FOREIGN}.*\\n.*also prepare the module that owns it"):
+    with pytest.raises(OptimizerError, match=f"2 of the 4 .*{FOREIGN}.*\\n.*also prepare the module that owns them"):
         own.prepare(model, optimizer)
     with pytest.raises(OptimizerError, match=FOREIGN):
         _step(own, optimizer, model, loss)  # each rank would train weights of its own

@@ -134,7 +134,7 @@ def test_a_model_without_so_many_positions() -> None:
     """Planned with those it has; more that are asked for are an error."""
     done = run("-m", "gpt2", "-d", "8xH100", "--json")
     values = json.loads(done.stdout)
-    assert values["job"]["seq_len"] == 1024 and "GPT-2 has positions for 1024 tokens" in values["notes"][0]
+    assert values["job"]["seq_len"] == 1024 and "GPT-2 supports sequences of up to 1024 tokens" in values["notes"][0]
     gpt2 = load_model("GPT-2")[0]
     assert (gpt2.positions, load_model("Llama-2-7B")[0].positions) == (1024, None)
 

@@ -106,7 +106,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     if replicas * shards * tiles != ranks:
         beneath = f" x tp_size {tiles}" if tiles > 1 else ""
         raise ConfigError(
-            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}{beneath} is not the "
+            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}{beneath} does not equal the "
             f"number of ranks: the job has {ranks} ranks",
         )
     if replicas == 1:

@@ -242,7 +242,7 @@ class Accelerator(Loaders, Reporting):
         """
         placement = device_placement or [self.device_placement] * len(objects)
         if len(placement) != len(objects):
-            raise ConfigError(f"device_placement has {len(placement)} entries, but there are {len(objects)} objects")
+            raise ConfigError(f"device_placement has {len(placement)} entries, but {len(objects)} objects were passed")
         self.state.check_current()
         prepared = list(objects)
         # Shard models first, then re-point optimizers to them, then wrap schedulers, which depend on optimizers.
@@ -281,7 +281,10 @@ class Accelerator(Loaders, Reporting):
             )
         device_map: Any = getattr(model, "hf_device_map", None)
         if device_map and len(set(device_map.values())) > 1:
-            raise ConfigError("the model is on several devices (device_map)", hint="load it without device_map")
+            raise ConfigError(
+                "the model is spread across several devices (device_map)",
+                hint="load it without device_map",
+            )
         if not is_sharded(model):
             self._take_changes()
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
@@ -310,8 +313,8 @@ class Accelerator(Loaders, Reporting):
             return optimizer
         if self.scaler is not None and self._optimizers:
             raise ConfigError(
-                "fp16 supports only one optimizer, because its step changes the scale of all gradients",
-                hint="use bf16, which needs no loss scale",
+                "fp16 supports only one optimizer, because each step updates the loss scale that all gradients share",
+                hint="use bf16, which does not need a loss scale",
             )
         repoint(optimizer)
         self._step_in_backward(optimizer)
@@ -532,12 +535,12 @@ class Accelerator(Loaders, Reporting):
         return self._config.training.step_in_backward
 
     def _check_clipping(
-        self, what: str = "gradients cannot be clipped", where: str = "leave clipping out of the script"
+        self, what: str = "gradients cannot be clipped", where: str = "remove clipping from the script"
     ) -> None:
         """Raise an error if optimizers step during backward, which frees gradients before their norm is known."""
         if self.steps_in_backward:
             raise ConfigError(
-                f"{what}: training.step_in_backward frees each gradient within backward, before the norm of all "
+                f"{what}: training.step_in_backward frees each gradient during backward, before the norm of all "
                 "gradients is known",
                 hint=f"{where}, or remove step_in_backward from the configuration",
             )
@@ -555,7 +558,7 @@ def _check_precision(mode: str, device: torch.device) -> None:
     if mode == "bf16" and device.type == "cuda" and not cuda.computes_bfloat16(device):
         raise ConfigError(
             f"mixed_precision = bf16 is not supported on {name_of(device)}, which has no bfloat16 arithmetic",
-            hint="use fp16 or no",
+            hint="set mixed_precision to fp16 or no",
         )
 
 

@@ -126,7 +126,7 @@ def _device_memory(device: torch.device, per_host: int) -> int:
         return cuda.memory_nbytes(device)
     nbytes = usable_memory_nbytes()
     if nbytes is None:
-        raise ConfigError("calibration failed: this system does not report how much memory it has")
+        raise ConfigError("calibration failed: this system does not report its total memory")
     return nbytes // per_host
 
 

@@ -131,7 +131,8 @@ class Checkpointing(Facts):
         awaited = not is_async if wait is None else wait
         if self._save_hooks and not awaited:
             raise ConfigError(
-                "a hook of register_save_state_pre_hook needs the complete checkpoint, but async_save writes it later",
+                "a hook registered with register_save_state_pre_hook needs the complete checkpoint, but async_save "
+                "writes it later",
                 hint="use save_state(wait=True), or remove async_save",
             )
         if awaited:
@@ -140,7 +141,8 @@ class Checkpointing(Facts):
         path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
         if self._save_hooks and isinstance(path, ObjectPath):
             raise ConfigError(
-                f"a hook of register_save_state_pre_hook writes to a local directory, but {path} is not one",
+                f"a hook registered with register_save_state_pre_hook writes to a local directory, but {path} is not "
+                "one",
                 hint="save to a local directory and copy it, or remove the hook",
             )
         saving.save(
@@ -181,7 +183,7 @@ class Checkpointing(Facts):
         if not strict:
             raise ConfigError(
                 "load_state(strict=False) is not supported: weights missing from the checkpoint would silently keep "
-                "their values",
+                "their current values",
                 hint="build the same model that was saved; to load weights into a different model, use from_pretrained",
             )
         if load_kwargs:
@@ -291,7 +293,7 @@ class Checkpointing(Facts):
     def _training_state(self) -> saving.TrainingState:
         if not (self._models or self._dataloaders or self._custom_objects):
             raise LifecycleError(
-                "there is nothing to save or load, because nothing was prepared",
+                "there is nothing to save or load, because nothing has been prepared",
                 hint="call prepare(model, ...) first",
             )
         return saving.TrainingState(

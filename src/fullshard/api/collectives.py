@@ -79,7 +79,7 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
 def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
     """Combine the tensors elementwise over all ranks, and multiply the result by `scale`."""
     if reduction not in ("sum", "mean", "max", "none"):
-        raise ConfigError(f"the reduction {reduction!r} is unknown", hint="use sum, mean, max or none")
+        raise ConfigError(f"unknown reduction {reduction!r}", hint="use sum, mean, max or none")
     if world_size() > 1:
         _check_agreement(data)
     return recursively_apply(lambda t: _reduce_tensor(t, reduction, scale), data, error_on_other_type=True)
@@ -136,7 +136,8 @@ def _check_agreement(data: Any, note: Any = None) -> list[Any]:
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise CommunicationError(
-                f"ranks pass different tensors to a collective: rank 0 has {everyone[0]}, rank {rank} has {other}",
+                f"the ranks passed different tensors to a collective: rank 0 has {everyone[0]}, rank {rank} has "
+                f"{other}",
                 hint="pad them to the same shape first (pad_across_processes)",
             )
     return [note for _, note in said]

@@ -227,7 +227,9 @@ class ShardedDataLoader(DataLoader[Any]):
             DataError: the position does not have the keys of this kind of loader.
         """
         if set(state) != {"seed", "epoch", "consumed"}:
-            raise DataError(f"the state has the keys {sorted(state)}, but a data loader needs seed, epoch and consumed")
+            raise DataError(
+                f"the state of a data loader must have the keys seed, epoch and consumed, got {sorted(state)}"
+            )
         self._seed = state["seed"]
         self._place.move_to(state["epoch"], state["consumed"])
 
@@ -342,11 +344,11 @@ def _refuse_sharded(loader: DataLoader[Any], world_size: int) -> None:
         return
     if isinstance(sampler_of(loader), DistributedSampler):
         raise DataError(
-            "the data loader has a DistributedSampler, so it already divides the data over the ranks",
-            hint="pass a loader without it (use shuffle=True instead); prepare() divides the data",
+            "the data loader has a DistributedSampler, so it already splits the data across the ranks",
+            hint="pass a loader without it (use shuffle=True instead); prepare() splits the data",
         )
     if getattr(loader.dataset, "_distributed", None) is not None:
         raise DataError(
-            "the dataset was already divided with split_dataset_by_node, and prepare() would divide it again",
-            hint="pass the complete dataset; prepare() divides the data",
+            "the dataset was already split with split_dataset_by_node, and prepare() would split it again",
+            hint="pass the complete dataset; prepare() splits the data",
         )

@@ -36,8 +36,8 @@ def dispatched(
         given, is_last, error = scatter_objects(of_each_share and [p for p in of_each_share for _ in range(copies)])
         if error:
             raise DataError(
-                f"rank 0, which reads for all ranks (dispatch_batches), failed: {error}",
-                hint="see the error of rank 0",
+                f"rank 0, which reads the data for all ranks (dispatch_batches), failed: {error}",
+                hint="see the error on rank 0",
             )
         yield from given
         if is_last:

@@ -140,7 +140,7 @@ class Loaders(Checkpointing):
             return
         found = f"rank {self.process_index}: even_batches=False gives some ranks more batches in this epoch than others"
         hint = (
-            "leave even_batches as it is (gather_for_metrics drops the repetitions), or drop the incomplete step with "
+            "keep even_batches=True (gather_for_metrics drops the repetitions), or drop the incomplete step with "
             "DataLoader(drop_last=True)"
         )
         if self._is_joined:

@@ -59,12 +59,12 @@ def _check_can_fork(name: str) -> None:
     if cuda.was_used():
         raise ConfigError(
             f"{name}: this notebook has used CUDA, which does not work in processes that are forked afterwards",
-            hint="restart it, and use the device only inside the function",
+            hint="restart the notebook, and use the device only inside the function",
         )
     if dist.is_initialized():
         raise ConfigError(
             f"{name}: this notebook is already a rank of a job (through an Accelerator or init_process_group)",
-            hint="restart it, and create the Accelerator only inside the function",
+            hint="restart the notebook, and create the Accelerator only inside the function",
         )
 
 

@@ -38,7 +38,7 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
         f"prepared model, for example {foreign[0]}",
         hint="create the optimizer from the parameters of the prepared model"
         if len(foreign) == trained
-        else "also prepare the module that owns it (for example, a loss with weights)",
+        else "also prepare the module that owns them (for example, a loss with weights)",
     )
 
 

@@ -115,7 +115,9 @@ class PlanCheck:
             LifecycleError: the step has not ended.
         """
         if self.found is None:
-            raise LifecycleError(f"step {AT_STEP} has not ended yet: {self.steps} steps are done")
+            raise LifecycleError(
+                f"the plan can only be compared after step {AT_STEP}, but only {self.steps} steps have ended"
+            )
         return self.found
 
     def _receive(self, event: Event) -> None:

@@ -141,7 +141,7 @@ def planned_device(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
     if device.type != "cuda":
-        raise ConfigError(f"the planner has no figures for devices of type {device.type}")
+        raise ConfigError(f"the planner has no data for devices of type {device.type}")
     name, nbytes = name_of(device), cuda.memory_nbytes(device)
     row = find_device(name)
     if abs(row.memory / nbytes - 1) >= _SAME_MEMORY:

@@ -39,7 +39,7 @@ class Reporting(Checkpointing):
         """
         known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, self.log_with)}
         for name in (init_kwargs or {}).keys() - known:
-            raise ConfigError(f"init_kwargs: there is no tracker named {name!r}", hint=suggestion(name, sorted(known)))
+            raise ConfigError(f"init_kwargs: unknown tracker {name!r}", hint=suggestion(name, sorted(known)))
         Theirs.init_trackers(self, project_name, config, init_kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:

@@ -113,7 +113,7 @@ class TrainingState:
             number = next((n for n, (model, _) in enumerate(pairs) if ema.is_of(model)), None)
             if number is None:
                 raise CheckpointError(
-                    "a registered EMA belongs to a model that is not prepared",
+                    "a registered EMA belongs to a model that has not been prepared",
                     hint="call accelerator.prepare(model) first",
                 )
             objects[number].append(ema)
@@ -161,7 +161,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
     folder = _numbered_folder(config)
     newest = latest_checkpoint(folder)
     if newest is None:
-        raise CheckpointError(f"there is no complete checkpoint under {folder}")
+        raise CheckpointError(f"there is no complete checkpoint in {folder}")
     return newest
 
 
@@ -207,7 +207,7 @@ def save(
     if isinstance(path, ObjectPath) and (whole_weights or form != "native"):
         what = "FULL_STATE_DICT" if whole_weights else f"checkpoint.format = {form}"
         raise ConfigError(
-            f"{what} writes files for other programs into the checkpoint, which {path} does not support",
+            f"{what} writes files for other libraries into the checkpoint, which {path} does not support",
             hint="save SHARDED_STATE_DICT there, and run fullshard ckpt consolidate or export to create those files",
         )
     if saver is not None:

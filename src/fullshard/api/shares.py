@@ -127,9 +127,9 @@ class _DealtSampler(Sampler[Any]):
         # Read now and not at the first `next`: another iteration may be prepared in between.
         if self.next_iteration is None:
             raise DataError(
-                "the batch sampler of a prepared loader was iterated directly, but only its loader tracks the epoch "
+                "the batch sampler of a prepared loader was iterated directly, but only the loader tracks the epoch "
                 "and the position",
-                hint="iterate the loader, and skip batches with accelerator.skip_first_batches(loader, n)",
+                hint="iterate over the loader, and skip batches with accelerator.skip_first_batches(loader, n)",
             )
         seed, epoch, skip, last = self.next_iteration
         readers = 1 if self._deal.for_all else self._deal.world_size
@@ -276,7 +276,8 @@ class _IterableShare(Share):
         rounds, rest = divmod(skip, self.deal.round_size)
         if rest:
             raise DataError(
-                f"an iterable dataset cannot continue after {skip} samples in steps of {self.deal.round_size} samples",
+                f"an iterable dataset cannot resume after {skip} samples, because its workers skip "
+                f"{self.deal.round_size} samples at a time",
                 hint="with num_workers > 0, resume with the same global batch size",
             )
         return rounds, lambda: None

@@ -173,7 +173,7 @@ def export(
         _weights(checkpoint, output, needs_config=True, **options)
         return
     if config_from is not None:
-        raise ConfigError("--config-from has no effect with torch's format, which holds no configuration")
+        raise ConfigError("--config-from has no effect with torch's format, which does not store a configuration")
     from fullshard.checkpoint.offline import write_dcp
     from fullshard.checkpoint.shards import parse_dtype
 
@@ -202,7 +202,7 @@ def reshard(
     if not (ours / MANIFEST_NAME).is_file():
         raise ConfigError(
             f"{ours} is not a fullshard checkpoint",
-            hint="use `fullshard ckpt import` to read checkpoints of other programs",
+            hint="use `fullshard ckpt import` to read checkpoints from other libraries",
         )
     _native(ours, where, world_size=world_size, overwrite=overwrite)
 

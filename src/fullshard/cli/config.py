@@ -132,7 +132,7 @@ def _with_file_as_flag(arguments: list[str]) -> list[str]:
     before = arguments[: len(arguments) - len(line.arguments) - 1]
     after = parse(line.arguments)
     if after.target is not None:
-        raise ConfigError(f"expected one file, got {line.target} and {after.target}", hint="name only one file")
+        raise ConfigError(f"expected one file, got {line.target} and {after.target}", hint="pass only one file")
     return ["--config_file", line.target, *before, *line.arguments]
 
 

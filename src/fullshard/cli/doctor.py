@@ -34,7 +34,7 @@ def doctor(
     the ranks compute and communicate, use `fullshard plan --calibrate`.
     """
     if nproc is not None and not run:
-        raise ConfigError("-n sets the number of ranks to start, but --run is not given", hint="add --run")
+        raise ConfigError("-n sets the number of ranks that --run starts, but --run is not set", hint="add --run")
     from fullshard.comm import device as devices
     from fullshard.config.hardware import DetectedDevice, detect_hardware
     from fullshard.launch import cuda

@@ -43,11 +43,13 @@ def file_word(text: str) -> Path:
     """Parse the path of an output file, and check that it is writable before a long run starts."""
     path = path_word(text)
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file in the folder")
+        raise typer.BadParameter(f"{path} is a folder; specify a file in the folder")
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"the folder {path.parent} does not exist; create it or name another folder")
+        raise typer.BadParameter(f"the folder {path.parent} does not exist; create it or choose another folder")
     if not (os.access(path.parent, os.W_OK) or (path.exists() and os.access(path, os.W_OK))):
-        raise typer.BadParameter(f"{path} cannot be written because {path.parent} is not writable; name another folder")
+        raise typer.BadParameter(
+            f"{path} cannot be written because {path.parent} is not writable; choose another folder"
+        )
     return path
 
 

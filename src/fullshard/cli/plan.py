@@ -88,7 +88,7 @@ def plan(
     if overwrite and write is None and calibrate is None:
         raise ConfigError(
             "--overwrite has no effect without --write",
-            hint="name the file to write with --write FILE.yaml",
+            hint="set the file to write with --write FILE.yaml",
         )
     if calibrate is not None:
         _calibrate(calibrate, overwrite=overwrite)
@@ -97,8 +97,8 @@ def plan(
         devices = devices or (f"2x{calibrate}" if config is None else str(calibrate))
     if model is None:
         raise ConfigError(
-            "the option --model is missing",
-            hint="name a model, for example --model Llama-3.1-8B, or give a config.json",
+            "the option --model is required",
+            hint="pass a model name, for example --model Llama-3.1-8B, or the path of a config.json",
         )
     part = MARGIN if margin is None else margin / 100
     described, notes = load_model(model)
@@ -132,11 +132,11 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
         return []
     if "seq_len" in given:
         raise ConfigError(
-            f"{model.name} has positions for {model.positions} tokens, but a sequence has {seq_len}",
+            f"{model.name} supports sequences of up to {model.positions} tokens, got {seq_len}",
             hint=f"use a seq_len of at most {model.positions}",
         )
     given["seq_len"] = model.positions
-    return [f"{model.name} has positions for {model.positions} tokens, so the plan uses that many"]
+    return [f"{model.name} supports sequences of up to {model.positions} tokens, so the plan uses that many"]
 
 
 def _question(
@@ -150,8 +150,8 @@ def _question(
 
     if devices is None:
         raise ConfigError(
-            "the option --devices is missing",
-            hint="give the number and the kind of devices, for example --devices 8xH100",
+            "the option --devices is required",
+            hint="pass the number and type of devices, for example --devices 8xH100",
         )
     if config is None:
         return Job.of(given), parse_cluster(devices, hosts), []
@@ -170,7 +170,7 @@ def _question(
     cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines)
     if processes not in (None, cluster.count):
         raise ConfigError(
-            f"{config} starts {processes} processes, but --devices {devices} means {cluster.count}",
+            f"{config} starts {processes} processes, but --devices {devices} specifies {cluster.count}",
             hint=f"use --devices {cluster.device.name}, or change the file",
         )
     return job, cluster, notes
@@ -256,10 +256,13 @@ def _calibrate(path: Path, *, overwrite: bool) -> None:
     if path.suffix != ".json":
         raise ConfigError(
             f"the calibration file {path} does not have the suffix .json",
-            hint="name a .json file to write",
+            hint="use a file name that ends in .json",
         )
     if path.exists() and not overwrite and b"memory_bandwidth" not in read_bytes(path):
-        raise ConfigError(f"{path} exists but is not a calibration", hint="name another file, or add --overwrite")
+        raise ConfigError(
+            f"{path} exists but is not a calibration file",
+            hint="choose another file, or add --overwrite",
+        )
     from fullshard.api.calibration import calibrate
 
     device = calibrate(path)

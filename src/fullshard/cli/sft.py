@@ -89,7 +89,9 @@ def _sections(path: Path, directory: Path, launch_words: Sequence[str]) -> list[
         return []
     resolve([NATIVE.read(entries)])  # so that errors name this file
     if "--config_file" in launch_words:
-        raise ConfigError(f"{path} has the section {entries[0].key}, but --config_file names another file")
+        raise ConfigError(
+            f"{path} contains the section {entries[0].key}, but --config_file sets a different configuration file"
+        )
     with (directory / path.name).open("w", encoding="utf-8") as file:
         YAML(typ="safe").dump({entry.key: entry.plain for entry in entries}, file)
     return ["--config_file", str(directory / path.name)]

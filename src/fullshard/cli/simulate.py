@@ -60,7 +60,7 @@ def simulate(
         raise ConfigError("--devices and --attention require a step in virtual time", hint="add --timeline")
     if timeline is None and world_size is None:
         raise ConfigError(
-            "the option --world-size is missing",
+            "the option --world-size is required",
             hint="use --world-size, or use --devices with --timeline",
         )
     if timeline is not None and devices is None:
@@ -69,7 +69,7 @@ def simulate(
     if values is None:
         raise ConfigError(
             f"{model!r} is a number, but a simulation needs a model",
-            hint="name a model, or give a config.json",
+            hint="pass a model name or the path of a config.json",
         )
     job = Job.of({**settings, "seq_len": seq_len})
     if timeline is not None and devices is not None:
@@ -119,7 +119,7 @@ def _time(
     cluster = parse_cluster(devices)
     if world_size not in (None, cluster.count):
         raise ConfigError(
-            f"--world-size {world_size} conflicts with --devices {devices}, which means {cluster.count}",
+            f"--world-size {world_size} conflicts with --devices {devices}, which specifies {cluster.count}",
             hint="use only one of the two",
         )
     step = time_step(values, job, cluster, rank=rank)

@@ -179,7 +179,7 @@ def test_models_that_cannot_be_timed_are_named() -> None:
     few = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
            "num_key_value_heads": 4, "vocab_size": 64, "num_local_experts": 2}  # fmt: skip
     job, cluster = Job.of({"seq_len": 16, "precision": "fp16"}), parse_cluster("2xV100")
-    with pytest.raises(ConfigError, match="the forward of MixtralForCausalLM does not run in virtual time"):
+    with pytest.raises(ConfigError, match="the forward pass of MixtralForCausalLM cannot run in virtual time"):
         time_step({**MODELS["Mixtral-8x7B"], **few}, job, cluster)
     t5 = {"model_type": "t5", "d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
     with pytest.raises(ConfigError, match="virtual time does not support T5ForConditionalGeneration"):
@@ -336,7 +336,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "use only one of the two",
         ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 does not exist in a job of 8 ranks",
         ("--timeline", str(trace), "-d", "2xCPU"): "virtual time does not support CPUs",
-        (): "the option --world-size is missing",
+        (): "the option --world-size is required",
         ("--world-size", "8", "-d", "8xH100"): "require a step in virtual time",
         ("--world-size", "8", "--attention", "eager"): "require a step in virtual time",
     }.items():

@@ -133,7 +133,7 @@ class Clock:
         starts = [task.launched for task in heads if task.start == math.inf and task.launched > self.device]
         moment = min([until, *ends, *starts])
         if moment == math.inf:
-            raise RuntimeError("the streams are in a deadlock: each waits for another")
+            raise RuntimeError("the streams are deadlocked: each is waiting for another")
         self._wind(moment, running, rates)
         self._start()  # tasks that only waited are over now
         return bool(running) or moment < until

@@ -104,7 +104,7 @@ def _loss(model: nn.Module, sequences: int, tokens: int) -> torch.Tensor:
         raise
     except Exception as error:  # of a model's own code, or of a kernel that knows no such dtype
         raise ConfigError(
-            f"the forward of {type(model).__name__} does not run in virtual time: {error}",
+            f"the forward pass of {type(model).__name__} cannot run in virtual time: {error}",
             hint="use fullshard plan, which does not run the model",
         ) from error
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
@@ -134,7 +134,10 @@ def time_step(
             hint="use fullshard plan --calibrate, or select an accelerator",
         )
     if not 0 <= rank < cluster.count:
-        raise ConfigError(f"rank {rank} does not exist in a job of {cluster.count} ranks", hint="count ranks from 0")
+        raise ConfigError(
+            f"rank {rank} does not exist in a job of {cluster.count} ranks",
+            hint="ranks are numbered from 0",
+        )
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)
     positions = "n_positions" if "n_positions" in values else "max_position_embeddings"
     values = {**values, positions: max(job.seq_len, values.get(positions, 0))}

@@ -108,7 +108,10 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
     `build` creates the model.
     """
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} does not exist in a job of {world_size} ranks", hint="count ranks from 0")
+        raise ConfigError(
+            f"rank {rank} does not exist in a job of {world_size} ranks",
+            hint="ranks are numbered from 0",
+        )
     if job.method == "qlora":
         raise ConfigError(
             "the simulation does not support bitsandbytes layers",
@@ -252,7 +255,8 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
             raise
         except Exception as error:  # each family checks its fields in its own way
             raise ConfigError(
-                f"Transformers {transformers.__version__} does not accept the file as a {kind_of_model}: {error}",
+                f"Transformers {transformers.__version__} does not accept the file as a {kind_of_model} "
+                f"configuration: {error}",
                 hint="use the model's complete config.json",
             ) from error
         return model
