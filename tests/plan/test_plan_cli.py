@@ -120,7 +120,7 @@ def test_what_does_not_fit_comes_with_changes() -> None:
         (["-m", "GPT-2", "-d", "8"], "use the form 8xH100"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--batch_size", "4"], "No such option: --batch"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "zero3"], "stage 3 is FULL_SHARD"),
-        (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "2048"], "positions for 1024 tokens"),
+        (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "2048"], "sequences of up to 1024 tokens"),
         (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "4.5k"], "expected a whole number, got '4.5k'"),
     ],
 )
