@@ -21,6 +21,7 @@ from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState as TheirState
 from accelerate.state import GradientState as TheirGradientState
 from accelerate.state import PartialState as TheirPartialState
+from accelerate.utils import TorchContextParallelConfig
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -319,13 +320,57 @@ def test_a_parallelism_config_is_a_strategy() -> None:
     assert run_ranks(_parallel, 2, 2, 1) == [("NO_SHARD", 0, 0), ("NO_SHARD", 1, 0)]
 
 
+def _axes(sizes: dict[str, int], settings: dict[str, Any]) -> tuple[dict[str, int], list[int], list[list[int]]]:
+    """Build an Accelerator and return the sizes of its axes, the rank in each, and what ranks gather."""
+    config = ParallelismConfig(**sizes, cp_handler=TorchContextParallelConfig("alltoall")) if sizes else None
+    plugin = RunConfig.of_paths(settings) if settings else None
+    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+    mesh: Any = accelerator.torch_device_mesh
+    given: Any = accelerator.parallelism_config
+    assert given.total_size == accelerator.num_processes and given.cp_handler.cp_comm_strategy == "alltoall"
+    names = ("dp_replicate", "dp_shard", "cp", "dp", "dp_shard_cp", "dp_cp")
+    assert mesh["cp"].get_local_rank() == accelerator.context_parallel_rank
+    assert mesh["dp_replicate"].get_local_rank() == accelerator.data_parallel_rank
+    assert mesh["dp_shard"].get_local_rank() == accelerator.data_parallel_shard_rank
+    assert mesh[tuple(given.fsdp_dim_names)].size() == accelerator.num_processes
+    model = accelerator.prepare(nn.Linear(8, 8))
+    assert fullshard.describe(model).shard_size == mesh["dp_shard_cp"].size()
+    loader = accelerator.prepare(DataLoader(torch.arange(5), batch_size=2))
+    found = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    assert accelerator.gather(torch.ones(1)).numel() == accelerator.reduce(torch.ones(())) == accelerator.num_processes
+    assert accelerator.gather_for_metrics(["text"]) == ["text"] * mesh["dp"].size()
+    return {name: mesh[name].size() for name in names}, mesh["dp_shard_cp"].mesh.tolist(), found
+
+
+SIZES = {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "dp": 1, "dp_shard_cp": 2, "dp_cp": 2}
+
+
+@pytest.mark.parametrize("from_settings", [False, True])
+def test_parameters_are_sharded_over_context_parallel_ranks(from_settings: bool) -> None:
+    settings = {"parallelism.cp_size": 2, "parallelism.cp_comm_strategy": "alltoall"}
+    given = ({}, settings) if from_settings else ({"cp_size": 2}, {})
+    rows = [[0, 1, 0, 1], [2, 3, 2, 3], [4, 4]]
+    assert run_ranks(_axes, 2, *given) == [(SIZES, [0, 1], rows)] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_axes_beside_context_parallelism(replicas: int) -> None:
+    settings: dict[str, Any] = {"parallelism.cp_size": 2, "parallelism.cp_comm_strategy": "alltoall"}
+    settings |= {"sharding.strategy": "HYBRID_SHARD", "sharding.shard_size": 4} if replicas == 2 else {}
+    assert run_ranks(_axes, 8, {}, settings)[0][0] == {
+        **{"dp_replicate": replicas, "dp_shard": 4 // replicas, "cp": 2},
+        **{"dp": 4, "dp_shard_cp": 8 // replicas, "dp_cp": 8},
+    }
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"dp_shard_size": 2}, "the job has 1 ranks"),
         ({"tp_size": 2}, "x tp_size 2 does not equal the number of ranks: the job has 1 ranks"),
-        ({"cp_size": 2}, "cp_size = 2"),
-        ({"sp_size": 2}, "sp_size = 2"),
+        ({"cp_size": 2}, "x cp_size 2 does not equal the number of ranks"),
+        ({"sp_size": 2}, "x sp_size 2 does not equal the number of ranks"),
     ],
 )
 def test_other_parallelism_is_refused(fields: dict[str, int], message: str) -> None:

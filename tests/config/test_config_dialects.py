@@ -272,6 +272,26 @@ def test_plain_keys_are_used_without_a_word() -> None:
         ),
         ("distributed_type: FSDP\nparallelism_config:\n  dp_replicate_size: 2", {"sharding": {"strategy": "NO_SHARD"}}),
         (
+            "distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n  dp_replicate_size: 2\n"
+            "  dp_shard_size: 2\n  cp_size: 2\n  cp_backend: torch\n  cp_comm_strategy: alltoall",
+            {
+                "launch": {"num_processes": 8},
+                "sharding": {"strategy": "HYBRID_SHARD", "shard_size": 4},
+                "parallelism": {"cp_size": 2, "cp_comm_strategy": "alltoall"},
+            },
+        ),
+        (
+            "distributed_type: FSDP\nparallelism_config:\n  dp_replicate_size: 2\n  sp_size: 2\n  sp_seq_length: 64\n"
+            "  sp_backend: deepspeed\n  sp_seq_length_is_variable: false\n  sp_attn_implementation: sdpa",
+            {
+                "sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2},
+                "parallelism": {
+                    **{"sp_size": 2, "sp_seq_length": 64, "sp_backend": "deepspeed"},
+                    **{"sp_seq_length_is_variable": False, "sp_attn_implementation": "sdpa"},
+                },
+            },
+        ),
+        (
             "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  offload_optimizer_device: cpu\n"
             "  offload_param_device: none\n  gradient_accumulation_steps: 4\n  zero3_init_flag: true",
             {

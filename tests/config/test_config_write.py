@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from fullshard.config.axes import AxesConfig
 from fullshard.config.load import load_file
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import (
@@ -118,6 +119,16 @@ CONFIGS = groups(
     RunConfig,
     launch=LAUNCH,
     sharding=SHARDING,
+    parallelism=groups(
+        AxesConfig,
+        cp_size=st.sampled_from([1, 2]),
+        cp_comm_strategy=st.sampled_from(["allgather", "alltoall"]),
+        sp_size=st.sampled_from([1, 2]),
+        sp_backend=st.sampled_from(["deepspeed", "fullshard"]),
+        sp_seq_length=st.none() | st.integers(1, 10**6),
+        sp_seq_length_is_variable=BOOL,
+        sp_attn_implementation=st.none() | TEXTS,
+    ),
     precision=PRECISION,
     training=groups(
         TrainingConfig,

@@ -675,7 +675,7 @@ def test_a_parallelism_config_says_how_the_model_is_divided(tmp_path: Path) -> N
     [found, _] = run_ranks(divided, 2, str(tmp_path))
     assert found[:3] == ["FULL_SHARD", "FULL_SHARD", "NO_SHARD"]
     assert found[3].endswith("parallelism_config has tp_size = 2, but the model's layers are not split")
-    assert found[4] == "parallelism_config: cp_size = 2 is not supported"
+    assert found[4] == "FULL_SHARD"
 
 
 def two_by_two(output: str) -> list[Any]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from accelerate import ParallelismConfig
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchDynamoPlugin
 
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
+from fullshard.config.axes import AxesConfig
 from fullshard.config.dialect import Reading, Setting
 from fullshard.config.handover import handed_over
 from fullshard.config.origin import Origin
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import Axis, parse_strategy
 from fullshard.launch.environment import read_rank_environment
+
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
 def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
@@ -81,9 +85,10 @@ def tensor_parallel_size(config: Any) -> int:
 
 
 def parallelism(config: Any, plugin: Reading) -> Reading:
-    """Return the sharding strategy and shard size that a `ParallelismConfig` requests.
+    """Return the sharding strategy, the shard size and the sizes of axes that a `ParallelismConfig` requests.
 
-    Whether parameters are freed after forward depends only on the strategy in the plugin.
+    Parameters are sharded over the axes dp_shard, cp and sp. Whether they are freed after forward depends only on the
+    strategy in the plugin.
     """
     reading = Reading()
     if config is None:
@@ -93,30 +98,48 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
             f"parallelism_config has the wrong type {type(config).__name__}",
             hint="use fullshard.ParallelismConfig",
         )
-    for name in ("cp_size", "sp_size"):
-        if (getattr(config, name, None) or 1) > 1:
-            raise ConfigError(
-                f"parallelism_config: {name} = {getattr(config, name)} is not supported",
-                hint="use only dp_replicate_size, dp_shard_size and tp_size",
-            )
-    replicas, shards, tiles = config.dp_replicate_size or 1, config.dp_shard_size or 1, tensor_parallel_size(config)
+    sizes = {f"{axis}_size": getattr(config, f"{axis}_size", None) or 1 for axis in _AXES}
     ranks = read_rank_environment().world_size
-    if replicas * shards * tiles == 1:  # Accelerate reads sizes from the environment, where they may be missing
+    if math.prod(sizes.values()) == 1:  # Accelerate reads sizes from the environment, where they may be missing
         return reading
-    if replicas * shards * tiles != ranks:
-        beneath = f" x tp_size {tiles}" if tiles > 1 else ""
+    if math.prod(sizes.values()) != ranks:
+        said = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name.startswith("dp_")]
         raise ConfigError(
-            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}{beneath} does not equal the "
-            f"number of ranks: the job has {ranks} ranks",
+            f"parallelism_config: {' x '.join(said)} does not equal the number of ranks: the job has {ranks} ranks",
         )
+    origin = Origin.argument("parallelism_config")
+    for name in ("cp_size", "sp_size"):
+        reading.settings.append(Setting(f"parallelism.{name}", sizes[name], origin, name))
+    replicas, shards = sizes["dp_replicate_size"], sizes["dp_shard_size"] * sizes["cp_size"] * sizes["sp_size"]
     if replicas == 1:
         return reading
-    origin = Origin.argument("parallelism_config")
-    said = plugin.setting("sharding.strategy")
-    row = parse_strategy("NO_SHARD" if shards == 1 else said.value if said is not None else "FULL_SHARD")
+    named = plugin.setting("sharding.strategy")
+    row = parse_strategy("NO_SHARD" if shards == 1 else named.value if named is not None else "FULL_SHARD")
     if shards > 1:
         row = row.with_axes(*Axis)
     reading.settings.append(Setting("sharding.strategy", row.name, origin, "dp_replicate_size"))
     if shards > 1:
         reading.settings.append(Setting("sharding.shard_size", shards, origin, "dp_shard_size"))
     return reading
+
+
+def parallelism_config(axes: AxesConfig, *, replicas: int, shards: int, tiles: int) -> ParallelismConfig:
+    """Return the `ParallelismConfig` with the sizes and options that the settings contain."""
+    try:
+        return ParallelismConfig(
+            dp_replicate_size=replicas,
+            dp_shard_size=shards,
+            tp_size=tiles,
+            cp_size=axes.cp_size,
+            sp_size=axes.sp_size,
+            cp_handler=TorchContextParallelConfig(axes.cp_comm_strategy) if axes.cp_size > 1 else None,
+            sp_handler=_sequence_handler(axes) if axes.sp_size > 1 else None,
+        )
+    except ValueError as error:  # Accelerate does not combine some sizes
+        raise ConfigError(f"parallelism: {error}", hint="change the sizes") from None
+
+
+def _sequence_handler(axes: AxesConfig) -> DeepSpeedSequenceParallelConfig:
+    return DeepSpeedSequenceParallelConfig(
+        axes.sp_seq_length, axes.sp_seq_length_is_variable, axes.sp_attn_implementation
+    )

@@ -98,8 +98,10 @@ class Accelerator(Loaders, Reporting):
         dynamo_backend: the `torch.compile` backend that compiles every unit's forward; `no` turns compilation off.
             Defaults to the launcher's setting.
         dynamo_plugin: Accelerate's `TorchDynamoPlugin`, which sets the backend and its options.
-        parallelism_config: a `ParallelismConfig`: ranks per replica, replicas, and ranks over which the script splits
-            layers (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`) before it calls `prepare`.
+        parallelism_config: a `ParallelismConfig`: ranks per replica, replicas, ranks over which sequences are divided
+            (`cp_size`, see `maybe_context_parallel`), and ranks over which the script splits layers
+            (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`) before it calls `prepare`. Defaults
+            to the launcher's sizes.
         deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: Accelerate's other arguments. Any
             value except None raises an error that gives the reason.
 
@@ -159,6 +161,13 @@ class Accelerator(Loaders, Reporting):
         self.gradient_state = self._make_gradient_state(gradient_accumulation_plugin)
         _check_precision(self._config.precision.mode, self.device)
         sharding = self._config.sharding
+        if parallelism_config is None:
+            parallelism_config = self._parallelism_of_settings()
+        if self._config.parallelism.sp_size > 1:
+            raise ConfigError(
+                f"sp_size = {self._config.parallelism.sp_size}: sequence parallelism is not supported",
+                hint="use cp_size",
+            )
         self.state = AcceleratorState(
             self.process,
             mixed_precision=self._config.precision.mode,
@@ -384,7 +393,9 @@ class Accelerator(Loaders, Reporting):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Do nothing. fullshard has no context parallelism, and an Accelerator that requests it raises an error."""
+        """Do nothing without context parallelism, which is not supported yet."""
+        if self._config.parallelism.cp_size > 1:
+            raise ConfigError("context parallelism is not supported yet", hint="leave cp_size out")
         yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.api.accelerates import tensor_parallel_size
+from fullshard.api.accelerates import parallelism_config, tensor_parallel_size
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.forwarding import forwarded
 from fullshard.api.gathering import Gathering
@@ -22,6 +22,7 @@ class Facts(Gathering):
     """The part of the Accelerator that provides read-only information."""
 
     _config: RunConfig
+    _parallelism: Any
     state: AcceleratorState
     handlers: dict[str, Any]
     dataloader_config: Any
@@ -52,28 +53,43 @@ class Facts(Gathering):
     parallelism_config: Any = forwarded("state.parallelism_config")
     """The `ParallelismConfig` that the script passed, or None."""
 
+    def _parallelism_of_settings(self) -> Any:
+        """Return the `ParallelismConfig` that the launcher's settings request, or None."""
+        if self._ranks_per_sequence == 1:
+            return None
+        replicas, shards = self._data_parallel_sizes
+        tiles = self._tensor_parallel_size
+        return parallelism_config(self._config.parallelism, replicas=replicas, shards=shards, tiles=tiles)
+
     @functools.cached_property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """Return a mesh for splitting models, with the axes (dp_replicate, dp_shard) and, with tensor parallelism, tp.
+        """Return a mesh with the axes dp_replicate, dp_shard and, if they have several ranks, cp, sp and tp.
 
-        The mesh also has Accelerate's joint axes `dp`, `dp_cp` and `dp_shard_cp`. Return None if there is only one rank
-        or if neither a `ParallelismConfig` nor tensor parallelism needs a mesh.
+        The mesh also has Accelerate's joint axes: `dp` for batches, `dp_cp` for losses, `dp_shard_cp` for parameters.
+        The last two include sp. Return None if there is only one rank or if neither a `ParallelismConfig` nor tensor
+        parallelism needs a mesh.
         """
-        tiles, shards = self._tensor_parallel_size, self._shard_size()
-        if self.num_processes == 1 or (self.parallelism_config is None and tiles == 1):
+        if self.num_processes == 1 or (self.parallelism_config is None and self._tensor_parallel_size == 1):
             return None
-        axes = {"dp_replicate": self._data_parallel_size // shards, "dp_shard": shards}
-        axes |= {"tp": tiles} if tiles > 1 else {}
-        mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        for name in ("dp", "dp_cp"):
-            torch_private.flattened(mesh["dp_replicate", "dp_shard"], name)
-        torch_private.flattened(mesh["dp_shard"], "dp_shard_cp")
+        axes = self._config.parallelism
+        others = {"cp": axes.cp_size, "sp": axes.sp_size, "tp": self._tensor_parallel_size}
+        replicas, shards = self._data_parallel_sizes
+        sizes = {"dp_replicate": replicas, "dp_shard": shards} | {k: size for k, size in others.items() if size > 1}
+        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sharded = tuple(name for name in sizes if name not in ("dp_replicate", "tp"))
+        for name, joined in (("dp", ("dp_shard",)), ("dp_cp", sharded)):
+            torch_private.flattened(mesh["dp_replicate", *joined], name)
+        torch_private.flattened(mesh[sharded], "dp_shard_cp")
         return mesh
 
     @property
     def _tensor_parallel_size(self) -> int:
         """Return the number of ranks that compute on the same batch, each with one part of every split layer."""
-        return tensor_parallel_size(self.parallelism_config)
+        return tensor_parallel_size(self._parallelism)
+
+    @property
+    def _ranks_per_sequence(self) -> int:
+        return self._config.parallelism.ranks_per_sequence
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -86,9 +102,15 @@ class Facts(Gathering):
         return self.process_index // self._tensor_parallel_size // self._shard_size()
 
     @property
+    def context_parallel_rank(self) -> int:
+        """Return this rank's index in its context-parallel group."""
+        axes = self._config.parallelism
+        return self.process_index // self._tensor_parallel_size // axes.sp_size % axes.cp_size
+
+    @property
     def data_parallel_shard_rank(self) -> int:
-        """Return the index of this rank's shard within its model replica."""
-        return self.process_index // self._tensor_parallel_size % self._shard_size()
+        """Return the index of this rank's batch among those of its model replica."""
+        return self.process_index // self._ranks_per_batch % self._data_parallel_sizes[1]
 
     autocast_handler: Any = forwarded("handlers", methodcaller("get", "AutocastKwargs"))
     """The settings of autocast."""
@@ -135,7 +157,15 @@ class Facts(Gathering):
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def _shard_size(self) -> int:
-        """Return the number of ranks that together hold one replica of a model."""
+        """Return the number of ranks that together hold one replica of a model, or one part that is split from it."""
         sharding = self._config.sharding
         size = sharding.resolved_shard_size(self.process.environment.local_world_size)
-        return sharding.resolved_strategy().mesh_shape(self._data_parallel_size, size)[1]
+        found = sharding.resolved_strategy().mesh_shape(self.num_processes // self._tensor_parallel_size, size)[1]
+        self._config.parallelism.check_shards(found)
+        return found
+
+    @property
+    def _data_parallel_sizes(self) -> tuple[int, int]:
+        """Return the number of model replicas and the number of batches of each."""
+        shards = self._shard_size() // self._ranks_per_sequence
+        return self._data_parallel_size // shards, shards

@@ -24,22 +24,26 @@ class Gathering(Processes):
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all ranks along the first dimension. See `collectives.gather`.
 
-        With tensor parallelism, ranks that compute on the same batch contribute only once.
+        With tensor parallelism, ranks that compute on the same batch contribute only once. With context parallelism,
+        every rank contributes, because it computes on its own part of the sequences.
         """
-        return self._gather_once(tensor)
+        return self._gather_once(tensor, self._tensor_parallel_size)
 
-    def _gather_once(self, tensor: Any, **notes: Any) -> Any:
-        ranks, tiles = self.num_processes, self._tensor_parallel_size
+    def _gather_once(self, tensor: Any, copies: int, **notes: Any) -> Any:
+        """Gather from the first of every `copies` ranks."""
 
         def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
-            parts = gathered.view(ranks // tiles, tiles, -1, *gathered.shape[1:])
+            parts = gathered.view(self.num_processes // copies, copies, -1, *gathered.shape[1:])
             return parts[:, 0].flatten(0, 1)
 
         found = collectives.gather(tensor, **notes)
-        return found if tiles == 1 else recursively_apply(one_of_each, found)
+        return found if copies == 1 else recursively_apply(one_of_each, found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values as `gather` does, but without the samples that filled up the last batch of an epoch.
+
+        With context parallelism, the result has rows from every rank that computes on a part of a sample, but only one
+        object per sample.
 
         Args:
             input_data: nested tensors with one row per sample, or a list of objects, one per sample.
@@ -49,6 +53,10 @@ class Gathering(Processes):
             TypeError: on several ranks, a value is neither tensors nor a list of objects.
             DataError: ranks read the loader in different orders.
         """
+        return self._gather_samples(input_data, use_gather_object, self._tensor_parallel_size)
+
+    def _gather_samples(self, input_data: Any, use_gather_object: bool, copies: int) -> Any:
+        """Gather values of real samples. Gather tensors from the first of every `copies` ranks."""
         if self.num_processes == 1:  # the input is complete and nothing is repeated
             return input_data if use_gather_object else collectives.gather(input_data)
         loader = self.gradient_state.active_dataloader
@@ -61,19 +69,24 @@ class Gathering(Processes):
                 )
             said = collectives.all_gather_object((input_data, order))
             check_orders(order for _, order in said)
-            data = [item for part, _ in said[:: self._tensor_parallel_size] for item in part]
+            data = [item for part, _ in said[:: self._ranks_per_batch] for item in part]
             return data[: self._real_rows(len(data))]
-        data = self._gather_once(input_data, check=check_orders, note=order)
+        data = self._gather_once(input_data, copies, check=check_orders, note=order)
+        parts = self._ranks_per_batch // copies  # of each sample
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[: self._real_rows(tensor.shape[0])]
+            rows = tensor.shape[0] // parts
+            real = self._real_rows(rows)
+            samples = torch.arange(rows, device=tensor.device).view(self._data_parallel_size, 1, -1)
+            return tensor[:real] if parts == 1 else tensor[samples.expand(-1, parts, -1).flatten() < real]
 
         return recursively_apply(cut, data)
 
     def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over all ranks. See `collectives.reduce`.
 
-        With tensor parallelism, ranks that compute on the same batch contribute to a sum only once.
+        With tensor parallelism, ranks that compute on the same batch contribute to a sum only once. With context
+        parallelism, every rank contributes.
         """
         copies = self._tensor_parallel_size if reduction == "sum" else 1
         return collectives.reduce(tensor, reduction, scale / copies)

@@ -60,7 +60,7 @@ class Loaders(Checkpointing):
         places = self.device_placement if device_placement is None else device_placement
         prepared = ShardedDataLoader(
             data_loader,
-            rank=self.process_index // self._tensor_parallel_size,
+            rank=self.process_index // self._ranks_per_batch,
             world_size=self._data_parallel_size,
             device=self.device if places else None,
             split_batches=config.split_batches,

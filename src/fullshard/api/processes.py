@@ -45,9 +45,19 @@ class Processes:
         return 1
 
     @property
+    def _ranks_per_sequence(self) -> int:
+        """Return the number of ranks over which context or sequence parallelism divides every sequence."""
+        return 1
+
+    @property
+    def _ranks_per_batch(self) -> int:
+        """Return the number of ranks that get the same batch."""
+        return self._tensor_parallel_size * self._ranks_per_sequence
+
+    @property
     def _data_parallel_size(self) -> int:
-        """Return the number of different batches in a step: the number of ranks divided by the tensor-parallel size."""
-        return self.num_processes // self._tensor_parallel_size
+        """Return the number of different batches in a step."""
+        return self.num_processes // self._ranks_per_batch
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank has called this method."""
@@ -67,8 +77,8 @@ class Processes:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Give this rank a contiguous part of `inputs`.
 
-        If the items do not divide evenly, each of the first ranks gets one item more. Ranks of a tensor-parallel group
-        get the same part.
+        If the items do not divide evenly, each of the first ranks gets one item more. Ranks that
+        get the same batch get the same part.
 
         Args:
             inputs: a list, tuple, tensor, `datasets.Dataset` or other sliceable, or a mapping whose values are
@@ -92,7 +102,7 @@ class Processes:
         if isinstance(inputs, str | bytes):
             return inputs  # a prompt for all ranks, not a list of characters
         size, extra = divmod(len(inputs), self._data_parallel_size)
-        rank = self.process_index // self._tensor_parallel_size
+        rank = self.process_index // self._ranks_per_batch
         start = rank * size + min(rank, extra)
         end = start + size + (rank < extra)
         missing = size + (extra > 0) - (end - start)

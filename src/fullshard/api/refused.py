@@ -8,19 +8,19 @@ from typing import Any
 from fullshard.config.accelerate import INSTEAD_OF_FP8
 
 ONE_ENGINE = "there is one engine here; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
-_MODEL_PARALLEL = "context, sequence and pipeline parallelism are not supported"
+_PIPELINES = "pipelines are not configured here; torch's schedules run around sharded stages"
 
 ARGUMENTS = {
     "deepspeed_plugin": ONE_ENGINE,
     "deepspeed_plugins": ONE_ENGINE,
-    "megatron_lm_plugin": _MODEL_PARALLEL,
+    "megatron_lm_plugin": ONE_ENGINE,
     "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
 }
 """Refused arguments of the Accelerator, in the order of its signature, with the reasons."""
 
 METHODS = {
-    **dict.fromkeys(("pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
-    "deepspeed_ulysses_dl_adapter": _MODEL_PARALLEL,
+    "pipeline_parallel_rank": _PIPELINES,
+    "deepspeed_ulysses_dl_adapter": "sequence parallelism is not supported",
     "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
 }
 """Refused methods and properties of the Accelerator, with the reasons."""
@@ -30,7 +30,7 @@ HANDLERS = dict.fromkeys(("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs",
 
 NAMES = {
     "DeepSpeedPlugin": ONE_ENGINE,
-    "prepare_pippy": _MODEL_PARALLEL,
+    "prepare_pippy": _PIPELINES,
     "DDPCommunicationHookType": "gradients are not reduced by DDP; precision.reduce_as rounds what is sent",
 }
 """Refused names that can be imported from `accelerate`, with the reasons."""

@@ -91,7 +91,7 @@ def shard(
     _change_dtypes(model, precision, autocast, process.device)
     mesh = None
     if device_mesh is not None:
-        mesh = init_mesh(device_mesh=device_mesh["dp_replicate", "dp_shard"], device=process.device)
+        mesh = init_mesh(device_mesh=device_mesh["dp_replicate", "dp_shard_cp"], device=process.device)
     shard_model(
         model,
         unit_modules=[*units, *apart],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 from fullshard.config import values
+from fullshard.config.axes import AxesConfig
 from fullshard.config.dialect import (
     Dialect,
     Key,
@@ -101,6 +104,11 @@ def _of_one(what: str, instead: str = "use 1, or leave it out") -> Any:
     return read
 
 
+def _cp_backend(value: Any) -> Settings:
+    values.one_of(value, ("TORCH",))
+    return {}
+
+
 def _shard_size(value: Any) -> Settings:
     size = values.integer(value)
     return {"sharding.shard_size": size} if size > 1 else {}
@@ -177,17 +185,13 @@ PARALLELISM_KEYS = (
         Key(
             f"parallelism_config_{axis}_size",
             Status.REFUSED,
-            because="only data parallelism is supported",
+            because="the script sets it up",
             read=_of_one(kind),
         )
-        for axis, kind in (("cp", "context"), ("sp", "sequence"), ("pp", "pipeline"), ("ep", "expert"))
+        for axis, kind in (("pp", "pipeline"), ("ep", "expert"))
     ),
-    *no_effect(
-        "it belongs to context or sequence parallelism",
-        *("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend"),
-        *("parallelism_config_sp_seq_length", "parallelism_config_sp_seq_length_is_variable"),
-        "parallelism_config_sp_attn_implementation",
-    ),
+    Key("parallelism_config_cp_backend", because="torch is the only one", read=_cp_backend),
+    *(Key(f"parallelism_config_{name}", target=f"parallelism.{name}") for name in AxesConfig.model_fields),
 )
 
 ON_EACH_HOST = "Accelerate uses it to run commands on the hosts of a TPU; start the launcher on each host instead"
@@ -239,21 +243,25 @@ CLUSTER_KEYS = (
 
 
 def finish_parallelism(reading: Reading) -> None:
-    """Translate `dp_replicate_size` to a hybrid strategy, or to NO_SHARD if `dp_shard_size` is not set."""
+    """Translate the sizes of axes: parameters are sharded over `dp_shard_size` x `cp_size` x `sp_size` ranks.
+
+    Translate `dp_replicate_size` to a hybrid strategy, or to NO_SHARD if none of these sizes is set.
+    """
     entry = reading.entries.get("parallelism_config_dp_replicate_size")
+    _finish_shard_size(reading, is_hybrid=entry is not None and str(entry.value) != "1")
     size, number = reading.setting("sharding.shard_size"), reading.setting("launch.num_processes")
     try:
         replicas = values.integer(entry.value) if entry is not None else 1
     except ValueError:
         return  # it has been reported as a problem
-    others = (reading.entries.get(f"parallelism_config_{kind}_size") for kind in ("tp", "cp", "sp", "pp", "ep"))
+    others = (reading.entries.get(f"parallelism_config_{kind}_size") for kind in ("tp", "pp", "ep"))
     if entry is None or replicas <= 1 or any(other is not None and str(other.value) != "1" for other in others):
         return  # the number of processes includes other kinds of parallelism, which are refused
     said = Setting("sharding.strategy", "NO_SHARD", entry.origin, entry.key)
     if number is not None and number.value != replicas * (1 if size is None else size.value):
         ranks = f"{replicas} replicas of {'1 rank' if size is None else f'{size.value} ranks'}"
         message = f"{entry.key} requires {ranks}, but num_processes is {number.value}"
-        hint = "set num_processes to dp_replicate_size x dp_shard_size"
+        hint = "set num_processes to dp_replicate_size x dp_shard_size x cp_size x sp_size"
         reading.problems.append(Problem((entry.origin, number.origin), message, hint))
     elif size is not None:
         make_hybrid(reading, said)
@@ -261,6 +269,18 @@ def finish_parallelism(reading: Reading) -> None:
         reading.settings.append(said)
         text = f"without dp_shard_size means {replicas} unsharded replicas of the model: NO_SHARD"
         reading.notes.append(Note(entry.origin, entry.key, Status.TRANSLATED, text))
+
+
+def _finish_shard_size(reading: Reading, *, is_hybrid: bool) -> None:
+    """Count the ranks of context and sequence parallelism in the shard size, if one is set or required."""
+    axes = [
+        found for axis in ("cp", "sp") if (found := reading.setting(f"parallelism.{axis}_size")) and found.value > 1
+    ]
+    size = reading.setting("sharding.shard_size")
+    if axes and (size.key.endswith("dp_shard_size") if size is not None else is_hybrid):
+        ranks = math.prod(setting.value for setting in [*axes, *([] if size is None else [size])])
+        reading.settings = [setting for setting in reading.settings if setting is not size]
+        reading.settings.append(dataclasses.replace(size or axes[0], path="sharding.shard_size", value=ranks))
 
 
 def _finish_flat(reading: Reading) -> None:

@@ -3,6 +3,7 @@
     RunConfig
     ├── launch      LaunchConfig      processes, hosts, rendezvous, logs
     ├── sharding    ShardingConfig    how a model is divided over the ranks
+    ├── parallelism AxesConfig        how sequences are divided over the ranks
     ├── precision   PrecisionConfig   dtypes
     ├── training    TrainingConfig    the training loop around the engine
     └── checkpoint  CheckpointConfig  the contents of checkpoints
@@ -18,6 +19,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from fullshard.config.axes import AxesConfig
 from fullshard.config.settings import CombinationError, Settings, plain_message, setting
 from fullshard.config.sharding import ShardingConfig
 from fullshard.core.dtypes import COMPUTE, saves
@@ -363,6 +365,9 @@ class RunConfig(Settings):
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
     """Division of a model over the ranks."""
 
+    parallelism: AxesConfig = Field(default_factory=AxesConfig)
+    """Division of sequences over the ranks."""
+
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     """Dtypes."""
 
@@ -421,13 +426,13 @@ class RunConfig(Settings):
             )
         if launch.num_processes is not None:
             try:
-                row.mesh_shape(
+                shape = row.mesh_shape(
                     launch.num_processes, self.sharding.resolved_shard_size(launch.num_processes // launch.num_machines)
                 )
+                self.parallelism.check_shards(shape[1])
             except ConfigError as error:
-                raise CombinationError(
-                    plain_message(error), "sharding.shard_size", "launch.num_processes", hint=error.hint
-                ) from None
+                names = getattr(error, "settings", ("sharding.shard_size", "launch.num_processes"))
+                raise CombinationError(plain_message(error), *names, hint=error.hint) from None
         return self
 
     def value(self, path: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from datetime import timedelta
@@ -30,7 +31,6 @@ class TrainerAccelerator(Accelerator):
     `tensor_parallel_size` is the number of ranks over which each layer was split when the model was loaded.
     """
 
-    parallelism_config = None
     _accumulates = False  # the Trainer accumulates
 
     def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
@@ -81,6 +81,15 @@ class TrainerAccelerator(Accelerator):
     @property
     def _tensor_parallel_size(self) -> int:
         return self._tiles
+
+    @property
+    def parallelism_config(self) -> Any:
+        """Return the `ParallelismConfig` if it divides sequences, otherwise None.
+
+        It has no tensor parallelism, because TRL would divide by its size what `gather_for_metrics` has counted once.
+        """
+        config = self.state.parallelism_config
+        return dataclasses.replace(config, tp_size=1, tp_handler=None) if self._ranks_per_sequence > 1 else None
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor from all ranks.

@@ -95,9 +95,6 @@ class ShardedTraining:
         )
         tiles = getattr(self.model, "_tp_size", None) or 1
         self.accelerator = TrainerAccelerator(args, resolved, loader, tensor_parallel_size=tiles)
-        self.gather_function = functools.partial(
-            self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
-        )
         self.is_deepspeed_enabled, self.is_fsdp_enabled = False, True
         if self.accelerator.fsdp_plugin.activation_checkpointing and args.activation_checkpointing:
             raise ConfigError(
@@ -203,7 +200,15 @@ class ShardedTraining:
         return self.optimizer
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an evaluation or prediction, with the averaged weights if an `EMACallback` requests them."""
+        """Run an evaluation or prediction, with the averaged weights if an `EMACallback` requests them.
+
+        Ranks that get the same batch compute the same, because evaluations do not divide sequences.
+        """
+        self.gather_function = functools.partial(
+            self.accelerator._gather_samples,
+            use_gather_object=self.args.eval_use_gather_object,
+            copies=self.accelerator._ranks_per_batch,
+        )
         with averaged(self):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
