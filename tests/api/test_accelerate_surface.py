@@ -335,8 +335,8 @@ def _axes(sizes: dict[str, int], settings: dict[str, Any]) -> tuple[dict[str, in
     assert mesh[tuple(given.fsdp_dim_names)].size() == accelerator.num_processes
     model = accelerator.prepare(nn.Linear(8, 8))
     assert fullshard.describe(model).shard_size == mesh["dp_shard_cp"].size()
-    loader = accelerator.prepare(DataLoader(torch.arange(5), batch_size=2))
-    found = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(5)), batch_size=2))
+    found = [accelerator.gather_for_metrics(batch[0]).tolist() for batch in loader]
     assert accelerator.gather(torch.ones(1)).numel() == accelerator.reduce(torch.ones(())) == accelerator.num_processes
     assert accelerator.gather_for_metrics(["text"]) == ["text"] * mesh["dp"].size()
     return {name: mesh[name].size() for name in names}, mesh["dp_shard_cp"].mesh.tolist(), found

@@ -265,7 +265,7 @@ class Accelerator(Loaders, Reporting):
             if isinstance(value, torch.optim.Optimizer):
                 prepared[index] = self.prepare_optimizer(value)
                 if any(isinstance(other, nn.Module) and is_sharded(other) for other in objects):
-                    check_parameters(value, self._models, self._data_parallel_size)
+                    check_parameters(value, self._models, self._ranks_of_gradients)
         for index, value in enumerate(objects):
             if _is_scheduler(value):
                 prepared[index] = self.prepare_scheduler(value)
@@ -332,7 +332,7 @@ class Accelerator(Loaders, Reporting):
             scaler=self.scaler,
             clipping=self._config.training.gradient_clipping,
             models=self._models,
-            ranks=self._data_parallel_size,
+            ranks=self._ranks_of_gradients,
         )
         self._optimizers.append(prepared)
         self._tell_listeners()

@@ -59,6 +59,11 @@ class Processes:
         """Return the number of different batches in a step."""
         return self.num_processes // self._ranks_per_batch
 
+    @property
+    def _ranks_of_gradients(self) -> int:
+        """Return the number of ranks whose gradients differ, because they compute on other samples or tokens."""
+        return self.num_processes // self._tensor_parallel_size
+
     def wait_for_everyone(self) -> None:
         """Wait until every rank has called this method."""
         self.process.barrier()
