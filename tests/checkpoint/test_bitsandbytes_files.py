@@ -188,9 +188,9 @@ def test_4_bit_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load(state.removeprefix(name), None)
     with pytest.raises(CheckpointError, match=r"\(192, 64\) has 6144 bytes and 7 scales, expected 6144 and 192"):
         load(".absmax", torch.zeros(7, dtype=torch.uint8))
-    with pytest.raises(CheckpointError, match=r"quant_map is not the table that bitsandbytes uses"):
+    with pytest.raises(CheckpointError, match=r"quant_map does not match the table that bitsandbytes"):
         load(".quant_map", torch.zeros(16))
-    with pytest.raises(CheckpointError, match=r"bitsandbytes__nf4 is not what bitsandbytes writes"):
+    with pytest.raises(CheckpointError, match=r"bitsandbytes__nf4 is not in the format that bitsandbytes"):
         load(state.removeprefix(name), torch.full((20,), 65, dtype=torch.uint8))
     with pytest.raises(CheckpointError, match=r"double quantisation False in the model and True in model"):
         load("", whole[name], quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))

@@ -327,7 +327,7 @@ def test_state_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
 def test_unsharded_models_and_bad_limits_are_refused(tmp_path: Path) -> None:
     model = _sharded()
-    with unsharded(model), pytest.raises(CheckpointError, match="held unsharded"):
+    with unsharded(model), pytest.raises(CheckpointError, match="kept unsharded"):
         save_checkpoint(tmp_path / "a", model=model)
     with pytest.raises(ConfigError, match="total_limit is 0"):
         save_checkpoint(tmp_path / "a", model=model, total_limit=0)
@@ -675,7 +675,7 @@ def test_another_number_of_objects_is_refused_before_anything_changes(tmp_path: 
     save_checkpoint(tmp_path / "a", model=_sharded(), objects=[Counting(1)])
     model = _sharded(seed=1)
     before = full_state_dict(model)
-    with pytest.raises(CheckpointError, match="2 objects were passed to be loaded, but 1 were saved"):
+    with pytest.raises(CheckpointError, match="got 2 objects to load, but 1 were saved"):
         load_checkpoint(tmp_path / "a", model=model, objects=[Counting(0), Counting(0)])
     after = full_state_dict(model)
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -118,7 +118,7 @@ def test_what_could_not_be_read_is_not_written() -> None:
         nested = [nested]
     manifest = _manifest()
     manifest.states["extra"] = nested
-    with pytest.raises(CheckpointError, match="the checkpoint could not be loaded again: recursion limit exceeded"):
+    with pytest.raises(CheckpointError, match="the checkpoint could not be read back: recursion limit exceeded"):
         encode_manifest(manifest)
 
 

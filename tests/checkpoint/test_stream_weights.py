@@ -72,7 +72,7 @@ def _left_early(leaves: int, how: str) -> str:
 def test_who_leaves_lets_nobody_wait(leaves: int, how: str) -> None:
     said = run_ranks(_left_early, 2, leaves, how)
     assert said[leaves] == ("" if how == "break" else "the engine is gone")
-    assert f"rank {leaves}: the loop was left at 'model.layers.0." in said[1 - leaves]
+    assert f"rank {leaves}: the loop over the tensors was exited early, at 'model.layers.0." in said[1 - leaves]
 
 
 def _alive_while_gathering() -> int:

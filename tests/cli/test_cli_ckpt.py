@@ -212,7 +212,9 @@ def test_the_current_directory_is_not_replaced(saved: Path, tmp_path: Path, monk
 
 def test_what_the_source_lies_in_is_not_replaced(saved: Path) -> None:
     for words in (("consolidate",), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
-        with pytest.raises(CheckpointError, match=r"contains .*, which is being read, and replacing it would remove"):
+        with pytest.raises(
+            CheckpointError, match=r"contains .*, which is being read, so replacing that directory would"
+        ):
             _run(*words, str(saved), str(saved.parent), "--overwrite")
     assert saved.is_dir()
 

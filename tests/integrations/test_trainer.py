@@ -378,7 +378,7 @@ def save_in_ones_own_way(output: str, who: str) -> list[list[str]]:
             assert self.args.should_save, "one rank saves"
             super()._save(output_dir, state_dict)
             self.model.model.save_pretrained(Path(output_dir) / "base")
-            with pytest.raises(LifecycleError, match="called while one rank saves the model"):
+            with pytest.raises(LifecycleError, match="called while only one rank was saving the model"):
                 self.model(input_ids=torch.zeros(1, 4, dtype=torch.long))
 
     model = build()

@@ -184,5 +184,5 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
             raise CheckpointError(
                 f"{directory} lacks {len(missing)} of the {len(own)} tensors of the adapter {adapter!r}: "
                 f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-                hint="create the adapter with the same target_modules that it was saved with",
+                hint="create the adapter with the same target_modules as when it was saved",
             )

@@ -33,7 +33,7 @@ def average_entries(
     if averages and optimizer is None:
         raise CheckpointError(
             "a moving average of the weights is stored with the optimizer's state, but no optimizer was passed",
-            hint="pass optimizer=, or save the average as the weights under `with ema.swapped()`",
+            hint="pass optimizer=, or save the average as the weights inside `with ema.swapped()`",
         )
     taken = {key for state in (optimizer.state.values() if optimizer is not None else ()) for key in state}
     for average in averages:

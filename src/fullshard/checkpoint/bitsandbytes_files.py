@@ -88,8 +88,9 @@ def _source(name: str, stored: Mapping[str, TensorSource], key: str, form: str |
         tensors |= {"nested_absmax": nested, "nested_quant_map": second}
         if nested.numel != -(-scales // state.nested_blocksize) or state.nested_blocksize != FORMS["int8"].block:
             raise CheckpointError(
-                f"{nested.where}: {name}.nested_absmax has {nested.numel} scales of {state.nested_blocksize}, expected "
-                f"{-(-scales // FORMS['int8'].block)} of {FORMS['int8'].block}"
+                f"{nested.where}: {name}.nested_absmax has {nested.numel} scales for blocks of "
+                f"{state.nested_blocksize}, expected {-(-scales // FORMS['int8'].block)} for blocks of "
+                f"{FORMS['int8'].block}",
             )
         _check_table(second, bitsandbytes().create_dynamic_map(), f"{name}.nested_quant_map")
         double = FORMS[f"{state.quant_type}-double"]
@@ -108,11 +109,13 @@ def _source(name: str, stored: Mapping[str, TensorSource], key: str, form: str |
 
 def _state(source: TensorSource, key: str) -> _State:
     if source.numel > _MAX_STATE_NBYTES or source.dtype is not torch.uint8:
-        raise CheckpointError(f"{source.where}: {key} has {source.numel} elements of {source.dtype}, expected JSON")
+        raise CheckpointError(
+            f"{source.where}: {key} has {source.numel} elements of {source.dtype}, expected JSON in torch.uint8"
+        )
     try:
         return _State.model_validate_json(bytes(read_whole(source, source.shape, torch.uint8).tolist()))
     except ValidationError as error:
-        raise CheckpointError(f"{source.where}: {key} is not what bitsandbytes writes: {error}") from None
+        raise CheckpointError(f"{source.where}: {key} is not in the format that bitsandbytes writes: {error}") from None
 
 
 def _form(kind: str, block: int) -> StoredForm:
@@ -134,7 +137,7 @@ def _by_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
 
 def _check_table(source: TensorSource, expected: torch.Tensor, name: str) -> None:
     if not torch.equal(read_whole(source, source.shape, torch.float32), expected):
-        raise CheckpointError(f"{source.where}: {name} is not the table that bitsandbytes uses for this type")
+        raise CheckpointError(f"{source.where}: {name} does not match the table that bitsandbytes uses for this type")
 
 
 def _read_bytes(source: TensorSource, interval: Interval, out: torch.Tensor) -> None:

@@ -55,7 +55,7 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
         raise ConfigError(
             f"quantization_config is a {type(asked).__name__}, but the weights in {directory} are already quantised "
             f"({method})",
-            hint="omit it to keep the form in the files, or use quantize=... for another form",
+            hint="omit it to keep the weights as they are stored, or use quantize=... for another format",
         )
     del config.quantization_config
     return config, said
@@ -100,7 +100,7 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
     if not is_wanted and asked is not None:
         raise ConfigError(
             "quantization_config requests bitsandbytes' layers, but quantize or dequantize replaces these layers",
-            hint="pass either quantization_config, or quantize or dequantize",
+            hint="omit quantization_config, or omit quantize and dequantize",
         )
     if not is_wanted or asked is not None:
         return asked
@@ -143,9 +143,11 @@ def _readable_method(said: Any, directory: Path) -> str:
     method, is_8bit = _method(said), _setting(said, "load_in_8bit")
     if is_8bit or method not in (*_READERS, "bitsandbytes"):
         raise ConfigError(
-            f"the weights in {directory} are already quantised ({method}{', 8 bits' if is_8bit else ''})",
-            hint=f"use the unquantised model; of quantised files, only {', '.join(_READERS)} and bitsandbytes' 4 bits "
-            "can be read",
+            f"the weights in {directory} are already quantised ({method}{', 8-bit' if is_8bit else ''})",
+            hint=(
+                f"use the unquantised model; the only quantised formats that can be read are {', '.join(_READERS)} "
+                "and bitsandbytes' 4-bit format"
+            ),
         )
     return method
 
@@ -169,8 +171,8 @@ def _mxfp4(stored: _Sources, _quantisation: Any) -> dict[str, TensorSource]:
             blocks, scales = (partner(stored, f"{name}{ending}", key) for ending in ("_blocks", "_scales"))
             if blocks.shape != (*scales.shape, 16) or len(scales.shape) < 3:
                 raise CheckpointError(
-                    f"{blocks.where}: {name}_blocks has shape {blocks.shape} and {name}_scales {scales.shape}, "
-                    "expected (..., rows, blocks, 16) and (..., rows, blocks)"
+                    f"{blocks.where}: {name}_blocks has shape {blocks.shape} and {name}_scales has shape "
+                    f"{scales.shape}, expected (..., rows, blocks, 16) and (..., rows, blocks)",
                 )
             *others, rows, per_row = scales.shape
             found[name] = coded_source(
@@ -188,7 +190,8 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
             codes = partner(stored, name, key)
             if codes.dtype is not torch.float8_e4m3fn:
                 raise CheckpointError(
-                    f"{codes.where}: {name} has dtype {codes.dtype}, expected torch.float8_e4m3fn because of {key}"
+                    f"{codes.where}: {name} has dtype {codes.dtype}, but {key} exists, so torch.float8_e4m3fn was "
+                    "expected",
                 )
             found[name] = _fp8_source(name, codes, source, block)
         elif source.dtype in _FLOATS_OF_8_BITS:
@@ -208,8 +211,8 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
     grid = (*others, -(-rows // height), -(-columns // width))
     if scales.numel != math.prod(grid) or (block is not None and scales.shape != grid):
         raise CheckpointError(
-            f"{scales.where}: {name} has shape {codes.shape} and {name}_scale_inv {scales.shape}, expected {grid} for "
-            f"blocks of {height} x {width}"
+            f"{scales.where}: {name} has shape {codes.shape} and {name}_scale_inv has shape {scales.shape}, expected "
+            f"{grid} for blocks of {height} x {width}",
         )
     # The length of runs of consecutive elements that share a scale, in any row and block.
     run = math.gcd(columns, width, CPU_PIECE_NUMEL)

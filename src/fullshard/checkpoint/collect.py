@@ -170,7 +170,7 @@ class RankWriter:
             return write_tensors(path, tensors, rank_metadata(self.store.save_id, self.rank))
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"rank 0 created {path.parent}, but it does not exist for rank {self.rank}",
+                f"rank 0 created {path.parent}, but rank {self.rank} cannot see it",
                 hint="save to a directory that all hosts share",
             ) from error
         except OSError as error:
@@ -226,7 +226,7 @@ class RankWriter:
                     f"rank 0 cannot find {name} with {record.nbytes} bytes; check that all hosts share the directory"
                 )
         if problems:
-            raise CheckpointError("the ranks did not save a complete state:\n" + "\n".join(problems))
+            raise CheckpointError("the state that the ranks saved is incomplete:\n" + "\n".join(problems))
         return manifest
 
 

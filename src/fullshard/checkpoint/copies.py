@@ -85,7 +85,7 @@ class MemoryCopies:
         if not may_be_started_again():
             raise ConfigError(
                 f"max_lost_steps is {self.max_lost_steps}, but the launcher will not restart the processes",
-                hint="add --max_restarts N, or --nnodes MIN:MAX",
+                hint="pass --max_restarts N or --nnodes MIN:MAX to the launcher",
             )
         environment = read_rank_environment()
         self._hosts = HostGrid(environment.rank, environment.world_size, environment.local_world_size)
@@ -191,7 +191,7 @@ class MemoryCopies:
             raise CheckpointError(
                 f"{self.directory.parent} and host memory have {format_nbytes(free)} left, but copies of the state "
                 f"need {format_nbytes(needed)}",
-                hint="give the container more shared memory, use fewer ranks per host, or omit max_lost_steps",
+                hint="increase the container's shared memory, use fewer ranks per host, or omit max_lost_steps",
             )
         directory.mkdir(exist_ok=True)
 

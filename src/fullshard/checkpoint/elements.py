@@ -48,8 +48,8 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """Return the elements of a tensor as bytes in host memory: a view if possible, otherwise a copy."""
     if wraps_others(tensor):
         raise CheckpointError(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and does not have bytes "
-            "that can be stored",
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and has no bytes of its "
+            "own to store",
             hint="convert it to a plain tensor first, or use torch.distributed.checkpoint",
         )
     flat = tensor.detach().reshape(-1).cpu().contiguous()

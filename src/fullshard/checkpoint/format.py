@@ -216,7 +216,8 @@ class TensorRecord(_Record):
             raise ValueError(f"{self.numel} elements")
         if tiles is not None and (tiles.dim >= len(self.shape) or self.shape[tiles.dim] % tiles.groups):
             raise ValueError(
-                f"the {tiles.groups} groups of tiles along dim {tiles.dim} do not divide a tensor of shape {self.shape}"
+                f"a tensor of shape {self.shape} cannot be divided into {tiles.groups} groups of tiles along dim "
+                f"{tiles.dim}",
             )
         return self
 
@@ -397,7 +398,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         from_json(body)
     except ValueError as error:
         raise CheckpointError(
-            f"the checkpoint could not be loaded again: {error}",
+            f"the checkpoint could not be read back: {error}",
             hint="use fewer levels of nested lists, tuples and dicts in `extra` and in state_dict()",
         ) from None
     return _PREFIX + f"{google_crc32c.value(body):08x}".encode() + _MIDDLE + body + _SUFFIX

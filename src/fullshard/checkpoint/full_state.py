@@ -163,7 +163,8 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
 
     def refuse(module: nn.Module, _inputs: object) -> None:
         raise LifecycleError(
-            f"{user_class(module).__name__} is sharded, and its forward was called while one rank saves the model",
+            f"{user_class(module).__name__} is sharded, but its forward was called while only one rank was saving the "
+            "model",
             hint="compute the values to save beforehand, on every rank",
         )
 

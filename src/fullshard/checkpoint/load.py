@@ -197,9 +197,7 @@ class _Load:
         self._wanted = {name: source for name, source in wanted.items() if source is not None}
         saved_objects = manifest.states.get("objects")
         if objects and isinstance(saved_objects, list) and len(saved_objects) != len(objects):
-            raise CheckpointError(
-                f"{len(objects)} objects were passed to be loaded, but {len(saved_objects)} were saved"
-            )
+            raise CheckpointError(f"got {len(objects)} objects to load, but {len(saved_objects)} were saved")
         rest(model)
         self.parameters = local_parameters(model)
         check_is_plain(self.parameters)

@@ -164,10 +164,10 @@ def copy_module(
     *,
     deep: bool = True,
 ) -> nn.Module:
-    """Return a copy of `module` with other tensors and without its hooks.
+    """Return a copy of `module`, without its hooks, in which each tensor is replaced by the result of `replace`.
 
-    `replace` returns the new tensor for each old one. Tied tensors stay tied. New tensors are also added to `made`,
-    keyed by the ids of the old ones.
+    Tied tensors stay tied. `made` holds the new tensors, keyed by the ids of the old ones. Tensors that it already
+    holds are reused, and new ones are added. If `deep` is false, submodules are not copied.
     """
 
     def tensor(old: torch.Tensor | None) -> torch.Tensor | None:

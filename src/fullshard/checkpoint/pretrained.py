@@ -336,7 +336,7 @@ class PretrainedWeights:
         elif not fill_cut(coded, self._sources[name].shape, shard.chunking, shard.rank, interval, parts):
             raise CheckpointError(
                 f"{name} of shape {self._sources[name].shape}: tensor parallelism over {shard.chunking.parts} ranks "
-                f"cuts it along dim {shard.chunking.dim}, within blocks of {form.name}",
+                f"would split it along dim {shard.chunking.dim} in the middle of a block of {form.name}",
                 hint="pass dequantize=True, or remove the weight from the tensor-parallel plan",
             )
         return True
@@ -377,8 +377,8 @@ class PretrainedWeights:
         stored = self._sources.get(self._names.get((id(base), "weight"), ""))
         if stored is None or stored.shape != tuple(base.weight.shape):
             raise ConfigError(
-                f"DoRA on {type(base).__name__} is not possible: {self.directory} does not hold its weight in the "
-                "model's form",
+                f"DoRA on {type(base).__name__} is not possible: {self.directory} does not store its weight in the "
+                "model's layout",
                 hint="load the base with Transformers' own from_pretrained before adding the adapter",
             )
         columns = stored.shape[1]
@@ -396,8 +396,8 @@ class PretrainedWeights:
 def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     """Load a directory of safetensors files into a model that is already sharded. Each rank reads its intervals.
 
-    The directory must contain every parameter and persistent buffer. Their names and forms must be those of the model
-    in memory, or those that Transformers saves. If names or shapes differ, nothing is changed.
+    The directory must contain every parameter and persistent buffer. Their names and layouts must be those of the model
+    in memory, or those of the format that Transformers saves. If names or shapes differ, the model is not changed.
     """
     rest(model)
     directory = local_path(directory)
@@ -415,7 +415,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
         else:
             found.append((local, stored))
     if problems:
-        raise CheckpointError(f"{directory} does not fit {type(model).__name__}:\n" + "\n".join(problems))
+        raise CheckpointError(f"{directory} does not match {type(model).__name__}:\n" + "\n".join(problems))
     for local, stored in found:
         fill_local(local, stored.read)
 

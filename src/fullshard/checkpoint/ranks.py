@@ -69,7 +69,7 @@ class Ranks:
         if _spread(first) != ranks.world_size:
             raise CheckpointError(
                 f"{first.name} is sharded over only {_spread(first)} of {ranks.world_size} ranks",
-                hint="use a mesh over all ranks, which checkpoints need",
+                hint="checkpoints need a mesh over all ranks",
             )
         return ranks
 

@@ -216,10 +216,11 @@ def _let_go(temp: Path) -> None:
 
 @contextlib.contextmanager
 def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
-    """Yield whether `path` is not locked, and keep other processes from locking it while the context is active.
+    """Yield True if `path` is unlocked, and keep it locked while the context is active.
 
-    Yield None if the file system does not support locks. With a shared lock, several processes can check `path` at the
-    same time, without taking each other for a process that uses it.
+    Yield False if another process has locked it, or None if it cannot be opened or its file system does not support
+    locks. With a shared lock, several processes can check `path` at the same time, without mistaking each other for a
+    process that uses it.
     """
     descriptor, is_unheld = -1, None
     try:
@@ -250,7 +251,7 @@ def _remove_leftovers(final: Path) -> None:
         with unheld(path) as is_unheld:
             if is_unheld is False and path in same_name:
                 raise CheckpointError(
-                    f"another process is saving to {final}: it holds {path.name}",
+                    f"another process is saving to {final}: it has locked {path.name}",
                     hint="give each job its own directory",
                 )
             if is_unheld or path in same_name:

@@ -148,7 +148,7 @@ class ObjectStore(Store):
                 path.write_bytes(manifest)
             elif not path.create(manifest):
                 raise CheckpointError(
-                    f"{self.final} was saved by another job in the meantime",
+                    f"another job saved {self.final} in the meantime",
                     hint="use a different name for each job",
                 )
         except StoreError:

@@ -64,7 +64,10 @@ def stream_weights(
                 del tensor  # otherwise the next one would be gathered while it is in memory
         except GeneratorExit:
             with contextlib.suppress(CheckpointError):  # tell the other ranks, which may also have left
-                ranks.fail_together(_DOING, CheckpointError(f"the loop was left at {name!r}"))
+                ranks.fail_together(
+                    _DOING,
+                    CheckpointError(f"the loop over the tensors was exited early, at {name!r}; it must run to the end"),
+                )
             raise
         except Exception as caught:
             error = caught

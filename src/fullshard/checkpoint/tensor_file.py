@@ -201,7 +201,7 @@ class TensorFileWriter:
         if entry.name != name or self._nbytes - before != entry.nbytes:
             nbytes = self._nbytes - before
             raise CheckpointError(
-                f"the tensor {name!r} has {nbytes} bytes, expected {entry.name!r} with {entry.nbytes}"
+                f"got tensor {name!r} with {nbytes} bytes, expected {entry.name!r} with {entry.nbytes}"
             )
 
     def finish(self) -> FileRecord:
@@ -378,7 +378,7 @@ class TensorFileReader:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read at byte {at}: {error.strerror}") from error
         if not nbytes:
-            raise CheckpointError(f"{self.path} ended at byte {at} while being read")
+            raise CheckpointError(f"{self.path} ended unexpectedly at byte {at}")
         return nbytes
 
     def _read_header(self) -> dict[str, StoredTensor]:
@@ -392,7 +392,7 @@ class TensorFileReader:
         metadata, tensors = parse_header(read, self._record.nbytes, where=str(self.path))
         if (save_id := metadata.get("save_id")) != self._save_id:
             raise CheckpointError(
-                f"{self.path} belongs to save {save_id!r}, but the manifest to save {self._save_id!r}"
+                f"{self.path} belongs to save {save_id!r}, but the manifest belongs to save {self._save_id!r}"
             )
         return tensors
 
@@ -427,7 +427,7 @@ def parse_header(
             )
         if stop - start != math.prod(shape) * itemsize(NAMES[dtype]):
             raise CheckpointError(
-                f"{where}: {name!r} with shape {shape} and dtype {dtype} has {stop - start} bytes, which does not match"
+                f"{where}: {name!r} has {stop - start} bytes, which does not match its shape {shape} and dtype {dtype}"
             )
         found[name] = StoredTensor(dtype, shape, start, stop)
     filled = sorted((one.start, one.stop, name) for name, one in found.items() if one.start < one.stop)
@@ -443,7 +443,7 @@ def file_beside(directory: Path, name: str, *, where: str) -> Path:
     Raise `CheckpointError` if `name` is not a plain file name.
     """
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
-        raise CheckpointError(f"{where} points to {name!r}, outside its directory")
+        raise CheckpointError(f"{where} points to {name!r}, which is outside its directory")
     return directory / name
 
 

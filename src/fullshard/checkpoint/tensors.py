@@ -83,7 +83,8 @@ def rest(model: nn.Module) -> None:
     for unit in units_of(model):
         if unit.is_pinned:
             raise CheckpointError(
-                f"unit {unit.name!r} is held unsharded", hint="leave the `with unsharded(model)` block first"
+                f"unit {unit.name!r} is kept unsharded",
+                hint="leave the `with unsharded(model)` block first",
             )
         unit.reshard()
     for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):

@@ -49,7 +49,9 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
         ) from None
     compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
     if compressed or len(entries) > _MAX_ENTRIES or sum(entry.file_size for entry in entries) > size:
-        raise CheckpointError(f"{where} unpacks to more than its {size} bytes, which torch.save never writes")
+        raise CheckpointError(
+            f"{where} unpacks to more than its {size} bytes, which never happens with a file from torch.save"
+        )
 
 
 def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
@@ -73,7 +75,7 @@ def _load(source: Path | io.BytesIO, *, where: str, mmap: bool) -> Any:
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), error)
         raise CheckpointError(
-            f"{where} holds more than tensors and plain values, and was not run: {reason}",
+            f"{where} contains more than tensors and plain values, so it was not unpickled: {reason}",
             hint="save a plain state dict: tensors, numbers, text, lists and dictionaries",
         ) from None
     except Exception as error:

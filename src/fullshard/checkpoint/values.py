@@ -142,5 +142,5 @@ def _decoded(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
 
 def _pair(item: JsonValue, tensors: Mapping[str, Any]) -> tuple[Any, Any]:
     if not isinstance(item, list) or len(item) != 2:
-        raise CheckpointError(f"expected a pair of a key and a value, got {item!r}")
+        raise CheckpointError(f"expected a key-value pair, got {item!r}")
     return _decoded(item[0], tensors), _decoded(item[1], tensors)

@@ -93,7 +93,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
         for start in range(0, interval.numel, per_round):
             buffer = bytearray(min(per_round, interval.numel - start) * dtype.itemsize)
             if file.readinto(buffer) < len(buffer):
-                raise CheckpointError(f"{path} ended at byte {file.tell()} while being read")
+                raise CheckpointError(f"{path} ended unexpectedly at byte {file.tell()}")
             values = torch.frombuffer(buffer, dtype=dtype)
             out[start : start + len(values)].copy_(values)
 
@@ -107,7 +107,10 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
     if path.is_dir():
         return path
     if path.exists() or looks_like_path(str(name_or_path)):
-        raise CheckpointError(f"the directory {name_or_path} does not exist", hint="use a directory or a hub name")
+        raise CheckpointError(
+            f"the directory {name_or_path} does not exist",
+            hint="use an existing directory, or the name of a model on the hub",
+        )
     module = import_extra("huggingface_hub", extra="hf", purpose=f"downloading {name_or_path}")
     # Weights, configuration, tokenizer.
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -138,7 +141,7 @@ def weights_file(directory: Path) -> Path | None:
             f"{directory} holds {', '.join(found[:3])}, but neither {SINGLE_NAME} nor {PICKLED_NAME}",
             hint=(
                 "create them with `fullshard ckpt export` (from a checkpoint) or `fullshard merge` (from an adapter); "
-                "several files need their index"
+                "if the model is in several files, their index is needed, too"
             ),
         )
     return None
@@ -154,7 +157,7 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
     path = weights_file(directory)
     if path is None:
         raise CheckpointError(
-            f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}, nor {PICKLED_NAME}",
+            f"{directory} holds none of {SINGLE_NAME}, {INDEX_NAME} and {PICKLED_NAME}",
             hint="create these files with save_pretrained",
         )
     if path.suffix != ".json":
@@ -163,7 +166,7 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
     for file, keys in sorted(indexed_files(path).items()):
         if not file.is_file():
             raise CheckpointError(
-                f"{path} names {file.name}, but this file does not exist",
+                f"{path} lists {file.name}, but this file does not exist",
                 hint="download or copy it again",
             )
         tensors = dict(tensors_of(file))

@@ -292,7 +292,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
     if shard_size is not None and not only_replicates:
         raise ConfigError(
             f"shard_size={shard_size} cannot be combined with {device_mesh}: its axes already define the shard size",
-            hint="leave shard_size out, or pass 1 with a one-dimensional mesh to replicate along its only axis",
+            hint="omit shard_size, or pass 1 with a one-dimensional mesh to replicate along its only axis",
         )
     if device_mesh.ndim not in (1, 2):
         raise ConfigError(

@@ -149,7 +149,7 @@ def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> De
 def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Join slices of one mesh into a mesh with all of their axes, or raise `RuntimeError`. Since torch 2.9."""
     if any(mesh.mesh_dim_names is None for mesh in meshes):
-        raise RuntimeError("a mesh to join has an axis without a name")
+        raise RuntimeError("a mesh to be joined has an unnamed axis")
     return DeviceMesh._concatenate(list(meshes))
 
 

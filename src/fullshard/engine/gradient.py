@@ -49,7 +49,7 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the unsharded gradient in bytes, counted in the dtype of the reduction."""
+        """Return the size in bytes of the unsharded gradient in the reduction dtype."""
         return self._bucket.layout.full_numel * self.dtype.itemsize
 
     def launch(self) -> None:

@@ -256,7 +256,7 @@ class Unit(UnitParameters):
             self.reshard()
 
     def finish_backward(self) -> None:
-        """Clean up at the end of the complete backward: end all calls and reshard, unless set to keep parameters."""
+        """End all calls at the end of the complete backward. Reshard unless `reshard_after_backward` is false."""
         for call in self.calls.live():
             call.end()
         self.is_kept_for_backward = False

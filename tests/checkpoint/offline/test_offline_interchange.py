@@ -315,7 +315,7 @@ def test_plain_torch_files(tmp_path: Path) -> None:
             read = _read_all(source)
             assert {n for n, t in read.items() if not torch.equal(t, weights[n])} == set()
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbers.pt")
-    with pytest.raises(CheckpointError, match="stores its state by number"):
+    with pytest.raises(CheckpointError, match="identifies parameters by number"):
         open_source(tmp_path / "numbers.pt")
     open_source(tmp_path / "numbers.pt", optimizer=False).close()
     named = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9)

@@ -196,7 +196,7 @@ def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if len(data) != box.nbytes:
-        raise CheckpointError(f"{path} ended at byte {box.start + len(data)} while it was read")
+        raise CheckpointError(f"{path} ended unexpectedly at byte {box.start + len(data)}")
     where = f"{path} ({stored.name})"
     return where, load_torch_bytes(data, where=where)
 
@@ -253,7 +253,7 @@ def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise CheckpointError(
                 f"cannot write {directory.name}: {reasons}",
-                hint="check whether the disk is full, because torch does not always report it",
+                hint="check whether the disk is full; torch does not always report it",
             ) from error
 
 

@@ -136,14 +136,14 @@ class _Unpickler(pickle._Unpickler):
             # created for each file, because a pickle can modify the classes that it gets
             return self._classes.setdefault((module, name), type(name, (base,), {}))
         raise CheckpointError(
-            f"{self._path} asks for {module}.{name}, which does not belong in a checkpoint; nothing was run",
+            f"{self._path} refers to {module}.{name}, which does not belong in a checkpoint; nothing was executed",
             hint="do not load this checkpoint with any other program either",
         )
 
     def get_extension(self, code: int) -> None:
         """Raise an error, because a pickle may not use classes that are registered by number (pickle extensions)."""
         raise CheckpointError(
-            f"{self._path} asks for the registered class {code}, which does not belong in a checkpoint"
+            f"{self._path} refers to the registered class {code}, which does not belong in a checkpoint"
         )
 
 

@@ -91,7 +91,7 @@ def _accelerate(path: Path, optimizer: bool, index: int = 0) -> Source | None:
 
 def _file(path: Path, optimizer: bool) -> Source:
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint at {path}")
+        raise CheckpointError(f"no checkpoint was found at {path}")
     if is_rank_file(path):
         return open_xla(path.parent, rank_files(path.parent), optimizer=optimizer)
     return open_torch_state(f"torch file ({path.name})", path, optimizer=optimizer)

@@ -235,7 +235,7 @@ def _by_model_name(
     places = {key: names[id(value)] for key, value in chosen.items() if id(value) in names}
     if strangers := sorted(stored.keys() - places.keys() - stand_ins.keys()):
         raise CheckpointError(
-            f"{directory} does not fit the base model, which has no parameters for {', '.join(strangers[:5])}"
+            f"{directory} does not match the base model, which has no parameters for {', '.join(strangers[:5])}"
         )
     return {places.get(key, key): value for key, value in stored.items()}
 

@@ -94,7 +94,7 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
     """
     if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         raise CheckpointError(
-            f"{where} stores its state by number, so the names of the parameters are unknown",
+            f"{where} identifies parameters by number, so their names are unknown",
             hint="import without the optimizer (--no-optimizer)",
         )
     names = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}

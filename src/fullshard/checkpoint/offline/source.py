@@ -103,8 +103,8 @@ def refuse_around(source: Source, final: Location) -> None:
     for place in (source.path, *source.places):
         if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
             raise CheckpointError(
-                f"{final} contains {place}, which is being read, and replacing it would remove the source",
-                hint="use a directory inside it, or another one",
+                f"{final} contains {place}, which is being read, so replacing that directory would delete the source",
+                hint="choose a directory inside it, or somewhere else",
             )
 
 
@@ -194,6 +194,7 @@ def plain_names(named: Mapping[str, T]) -> dict[str, T]:
         plain = {name.removeprefix("module."): value for name, value in plain.items()}
     if len(plain) != len(named):
         raise CheckpointError(
-            f"{len(named)} names are reduced to only {len(plain)} when the prefixes of wrappers are removed"
+            f"{len(named)} names map to only {len(plain)} distinct names once the prefixes of wrappers are removed, "
+            "so some names collide",
         )
     return plain

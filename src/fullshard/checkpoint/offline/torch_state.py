@@ -86,7 +86,7 @@ def memory_source(
 ) -> Source:
     """Return a source of tensors in memory or mapped from a file. `nested` is an optimizer's state dict or None."""
     if not weights:
-        raise CheckpointError(f"{path} does not hold any tensors of a model")
+        raise CheckpointError(f"{path} does not contain any model tensors")
     tensors: dict[tuple[Kind, str], Pieces] = {
         ("model", name): _pieces(value, where=f"{path}: {name}") for name, value in weights.items()
     }

@@ -115,7 +115,7 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
         if not (optimizer.kind or optimizer_kind):
             raise ConfigError(
                 f"{source.path} does not name the optimizer that its state belongs to",
-                hint="name its class, for example --optimizer AdamW, or omit it with --no-optimizer",
+                hint="pass its class, for example --optimizer AdamW, or omit the state with --no-optimizer",
             )
         aliases = {name for record in parameters.values() for name in record.aliases}
         groups = tuple(

@@ -52,7 +52,7 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> So
         return _assembled(path, models, [value["optimizer"] for value in states])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{path}: its shard_metadata does not have torch_xla's format ({type(error).__name__}: {error})"
+            f"{path}: its shard_metadata is not in torch_xla's format ({type(error).__name__}: {error})"
         ) from None
 
 
@@ -88,7 +88,8 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
         pairs = [(plain_name(name).removeprefix(outer), value) for name, value in named]
         if len(dict(pairs)) < len(pairs):
             raise CheckpointError(
-                f"{path} holds {len(pairs)} parameters, but their names are reduced to only {len(dict(pairs))}"
+                f"{path} holds {len(pairs)} parameters, but they map to only {len(dict(pairs))} distinct names, so "
+                "some names collide",
             )
         return dict(pairs)
 
@@ -137,7 +138,7 @@ def _optimizer_state(
     if more or list(options["params"]) != list(range(count)):
         raise CheckpointError(
             f"{path}: the optimizer has {1 + len(more)} parameter groups, the first with {len(options['params'])} "
-            f"parameters, but the model has {count} parameters, so their names are unknown",
+            f"parameters, but the model has {count} parameters, so parameters cannot be matched to their names",
             hint="import without the optimizer (--no-optimizer)",
         )
     state: dict[str, dict[str, Any]] = {name: {} for shard in shards for name in members(shard)}
@@ -149,7 +150,7 @@ def _optimizer_state(
                 where = f"{path}: optimizer state of {shard[0]}"
                 parts = [check_tensor(rank["state"][number][key], where=where) for rank in states]
                 if [part.numel() for part in parts] != [part.numel() for part in shard[2]]:
-                    raise CheckpointError(f"{where} is not sharded like the parameter")
+                    raise CheckpointError(f"{where} is not sharded like its parameter")
                 leaves = members((*shard[:2], parts))
             for member, leaf in leaves.items():
                 state[member][key] = leaf

@@ -19,10 +19,10 @@ ORDERS: Orders = {}
 
 
 def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
-    """Return a description of the difference if ranks read one loader in different orders, or else None.
+    """Return an error message if ranks read the same data loader in different orders, or else None.
 
-    `orders` contains (rank, number of its current order) for each rank. The number is None if the rank does not read
-    the loader.
+    `orders` contains a pair (rank, number) for each rank. The number identifies the order in which the rank is reading
+    the loader, or is None if the rank is not reading it.
     """
     known = [(rank, order) for rank, order in orders if order is not None]
     for rank, order in known:

@@ -52,7 +52,7 @@ def waits(status: Status) -> bool:
 
 
 def parted(statuses: dict[int, Status]) -> str:
-    """Return a description if all ranks wait for each other in different places, or else an empty string."""
+    """Return an error message if all ranks are waiting, but in different places, or else an empty string."""
     places: dict[tuple[str, int], int] = {}
     for rank, status in sorted(statuses.items()):
         what = status.get("what") if status.get("is_waiting") else status.get("collective")
@@ -64,7 +64,7 @@ def parted(statuses: dict[int, Status]) -> str:
 
 
 def met(statuses: dict[int, Status]) -> str:
-    """Return a description if all ranks wait for each other in the same place, or else an empty string."""
+    """Return an error message if all ranks are alive and waiting, or else an empty string."""
     if not all(status["is_alive"] and status.get("is_waiting") for status in statuses.values()):
         return ""
     told = "; ".join(described(rank, status) for rank, status in sorted(statuses.items())[:_NAMED])

@@ -109,9 +109,9 @@ class TrainerAccelerator(Accelerator):
 
     @property
     def state_dict_type(self) -> str:
-        """Return the form of saved weights: SHARDED_STATE_DICT or FULL_STATE_DICT.
+        """Return the requested kind of state dict: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
 
-        Scripts set it on the Accelerator's FSDP plugin.
+        Scripts choose it by setting `state_dict_type` on the Accelerator's FSDP plugin.
         """
         return self._state_dict_type()
 
