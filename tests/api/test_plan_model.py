@@ -57,7 +57,7 @@ def test_a_model_is_planned_like_its_configuration() -> None:
     [
         ("Llama-2-7B", "8xH100", r"expected a model, got 'Llama-2-7B'\nhint: for a name, use fullshard plan --model"),
         (torch.nn.ReLU(), "8xH100", "expected a model, got one without parameters"),
-        (torch.nn.Linear(2, 2), 8, r"does not name a kind of device\nhint: use the form 8xH100"),
+        (torch.nn.Linear(2, 2), 8, r"is a number without a kind of device\nhint: add the kind, for example 8xH100"),
     ],
 )
 def test_what_cannot_be_planned(model: Any, devices: Any, what: str) -> None:

@@ -128,7 +128,7 @@ def test_pickled_code_is_not_run(saved: Any, tmp_path: Path, monkeypatch: pytest
 def test_what_cannot_be_read_is_refused_by_name(saved: Any, name: str | None) -> None:
     path, _ = saved
     (path / "model.safetensors").unlink()
-    message = "holds neither" if name is None else f"holds {re.escape(name)}, but neither"
+    message = "holds none of" if name is None else f"holds {re.escape(name)}, but neither"
     if name is not None:
         (path / name).write_bytes(b"")
         with pytest.raises(CheckpointError, match=message):
@@ -144,7 +144,7 @@ def test_an_index_that_names_a_file_that_is_not_there_is_refused(saved: Any) -> 
     path, state = saved
     to_pickle(path, state, files=2)
     (path / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"names pytorch_model-00002-of-00002\.bin, but this file does not exist"):
+    with pytest.raises(CheckpointError, match=r"lists pytorch_model-00002-of-00002\.bin, but this file does not exist"):
         loaded(path)
 
 

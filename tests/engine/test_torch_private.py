@@ -838,7 +838,7 @@ def meshes_of_several_axes() -> None:
         both = torch_private.joined([mesh["replicate", "shard"], mesh["tp"]])
         assert both.mesh_dim_names == ("replicate", "shard", "tp") and both.get_group("tp") is mesh.get_group("tp")
         other = init_device_mesh("cpu", (1,))
-        with pytest.raises(RuntimeError, match="without a name"):
+        with pytest.raises(RuntimeError, match="unnamed axis"):
             torch_private.joined([other, mesh["tp"]])
         whole = torch_private.flattened(mesh["replicate", "shard"], "all")
         assert whole.mesh_dim_names == ("all",) and dist.get_process_group_ranks(whole.get_group()) == [0]

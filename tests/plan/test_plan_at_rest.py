@@ -105,7 +105,8 @@ def test_the_form_of_published_files_is_proposed() -> None:
 
 def test_what_is_trained_is_not_quantised() -> None:
     with pytest.raises(
-        ConfigError, match="method full trains all weights, so quantize cannot be used with it\nhint: add method lora"
+        ConfigError,
+        match="method full trains all weights, so quantize cannot be used with it\nhint: set method to lora",
     ):
         plan_of("Llama-3-8B", "8xH100", method="full", quantize="nf4")
 

@@ -117,7 +117,7 @@ def test_what_does_not_fit_comes_with_changes() -> None:
         (["-m", "Llama-2-7B", "-d", "8xH100", "--method", "lora", "--lora-targets", "query"], "hint: use down_proj"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "4", "--shard-size", "3"], "does not divide world size 8"),
         (["-m", "GPT-2", "-d", "2xnothing.json"], "--calibrate"),
-        (["-m", "GPT-2", "-d", "8"], "use the form 8xH100"),
+        (["-m", "GPT-2", "-d", "8"], "hint: add the kind, for example 8xH100"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--batch_size", "4"], "No such option: --batch"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "zero3"], "stage 3 is FULL_SHARD"),
         (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "2048"], "sequences of up to 1024 tokens"),
@@ -166,7 +166,7 @@ def test_an_unknown_setting_in_python() -> None:
 
 
 def test_adapters_go_with_adapters() -> None:
-    with pytest.raises(ConfigError, match="full training has no adapters, got lora_rank and lora_targets"):
+    with pytest.raises(ConfigError, match="full training does not use adapters, so lora_rank and lora_targets cannot"):
         Job.of({"lora_rank": 8, "lora_targets": "q_proj"})
 
 

@@ -272,8 +272,8 @@ def test_a_window_is_in_the_layers_that_have_one() -> None:
         ("Qwen3-9B", "did you mean Qwen3-8B"),
         ("gpt-4", "did you mean GPT-2"),
         ("nothing-like-it", "known names"),
-        ("1e999", "there is no model '1e999'"),
-        ("0", "a Llama of 1 layers and width 64 has more than 0 parameters\nhint: give a config.json"),
+        ("1e999", "unknown model '1e999'"),
+        ("0", "a Llama of 1 layers and width 64 has more than 0 parameters\nhint: use a config.json"),
     ],
 )
 def test_unknown_names_get_suggestions(text: str, expected: str) -> None:

@@ -338,7 +338,7 @@ def test_checkpointing_a_transformers_model_that_would_fill_a_cache() -> None:
     loss.backward()
     assert torch.equal(loss, expected.loss)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
-    with pytest.raises(WrapError, match="filled key/value cache"):
+    with pytest.raises(WrapError, match="non-empty key/value cache"):
         model(input_ids=tokens, past_key_values=expected.past_key_values)
     model.gradient_checkpointing_enable()
     for layer in model.model.layers:

@@ -190,7 +190,7 @@ def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
             raise WrapError(
                 f"{path or 'the module'} ({module.original_name}) is TorchScript, and its compiled code would not use "
                 "the unsharded parameters",
-                hint="shard the module from which it was scripted",
+                hint="shard the module that it was scripted from",
             )
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise WrapError(
@@ -256,7 +256,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
         slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not kind.is_alone
         if slot.by_rows and (why := kind.why_no_rows(slot)):
             raise PlacementError(
-                f"shard_placement_fn returned {wanted!r} for a parameter that cannot be cut by rows: {why}",
+                f"shard_placement_fn returned {wanted!r} for a parameter that cannot be split by rows: {why}",
                 hint="return None for this parameter",
             )
 

@@ -64,7 +64,7 @@ class MixedPrecisionPolicy:
                 )
             if sent is not None and not saves(dtype_name(dtype), dtype_name(sent)):
                 raise ConfigError(
-                    f"{name} = {dtype} saves no bytes, because {sent} would be sent without it",
+                    f"{name} = {dtype} saves no bytes compared with {sent}, which would be sent without it",
                     hint=f"omit {name}",
                 )
 

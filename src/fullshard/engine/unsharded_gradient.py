@@ -135,7 +135,7 @@ class UnshardedGradient:
                 raise LifecycleError(
                     f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: forward assigned other "
                     f"data ({held[index].dtype}) to it, which the optimizer would never update",
-                    hint="cast the layer before sharding if it assigns `.data` in forward, often to cast parameters",
+                    hint="if the layer assigns `.data` in forward to cast its parameters, cast it before sharding",
                 )
 
     def _begin(self) -> torch.Tensor:

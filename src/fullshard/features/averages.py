@@ -70,7 +70,7 @@ class EMA:
             _check_decay(decay)
         self._names, self._parameters = _trained(model)
         if not self._parameters:
-            raise LifecycleError(f"EMA: {type(model).__name__} has no trainable parameter", hint=_ANEW)
+            raise LifecycleError(f"EMA: {type(model).__name__} has no trainable parameters", hint=_ANEW)
         on_meta = next((name for name, p in zip(self._names, self._parameters, strict=True) if p.is_meta), None)
         if on_meta is not None:
             raise LifecycleError(f"EMA: {on_meta} is on the meta device and has no values to average", hint=_ANEW)
@@ -127,7 +127,7 @@ class EMA:
         if changed:
             raise LifecycleError(
                 f"{changed[0]} ({len(changed)} in all) was changed inside `with ema.swapped()`; the change is lost",
-                hint="train, load and step outside of the block",
+                hint="train, load and step outside the block",
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -86,10 +86,13 @@ class NonFiniteGuard(Extension):
     def choose(self, policy: str, limit: int) -> None:
         """Set the policy and the limit of skipped steps after validating both."""
         if policy not in get_args(OnNonFinite):
-            raise ConfigError(f"there is no policy {policy!r} for non-finite gradients", hint="use raise, skip or off")
+            raise ConfigError(
+                f"{policy!r} is not a valid policy for non-finite gradients",
+                hint="use raise, skip or off",
+            )
         if limit < 1:
             raise ConfigError(
-                f"the limit of consecutive steps to skip is {limit}, expected 1 or more",
+                f"the limit on consecutive skipped steps is {limit}, expected 1 or more",
                 hint="use 1 or more",
             )
         self.policy, self.limit = policy, limit  # type: ignore[assignment]

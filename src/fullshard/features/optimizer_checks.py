@@ -59,7 +59,7 @@ class OptimizerCheck(Extension):
             raise OptimizerError(
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} needs contiguous memory, but {wrapper.name} "
                 f"is a {type(wrapper.local).__name__}, which consists of several tensors",
-                hint="use a torch optimizer, which uses the operations of the class",
+                hint="use one of torch's optimizers, which call the operations that the class implements",
             )
 
 

@@ -154,6 +154,6 @@ def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
         own |= {id(p) for p in model.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise OptimizerError(
-                f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}",
+                f"{type(optimizer).__name__} holds no parameters of {type(model).__name__}",
                 hint="create the optimizer with this model's parameters",
             )

@@ -74,7 +74,7 @@ def _count(question: str, where: str) -> str:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(
             f"{where}: Transformers {version('transformers')} cannot build the model: {reason}",
-            hint="give the model's complete config.json",
+            hint="use the model's complete config.json",
         )
     return done.stdout
 

@@ -418,7 +418,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         )
     published_as = method if method in FORMS else ""
     if not isinstance(kind, str):
-        raise ConfigError(f"{where}: the file has no model_type", hint="give the model's complete config.json")
+        raise ConfigError(f"{where}: the file has no model_type", hint="use the model's complete config.json")
     nested = values.get("text_config")
     if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
         notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")

@@ -54,7 +54,7 @@ class Fields:
                 return default
             raise ConfigError(
                 f"{self.where}: the field {' or '.join(names)} is missing",
-                hint="give the model's complete config.json",
+                hint="use the model's complete config.json",
             )
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, kind) or (least is not None and value < least):

@@ -269,13 +269,19 @@ def split_devices(text: str) -> tuple[int | None, str]:
     if _key(text) in _names():
         return None, text
     if text.isdecimal():
-        raise ConfigError(f"devices {text!r} does not name a kind of device", hint=f"use the form {text}xH100")
+        raise ConfigError(
+            f"devices {text!r} is a number without a kind of device",
+            hint=f"add the kind, for example {text}xH100",
+        )
     turned = re.fullmatch(r"(\S.*?)\s*[x*:\N{MULTIPLICATION SIGN}]\s*([1-9]\d*)", text, re.IGNORECASE)
     if turned is not None and _key(turned[1]) in _names():
         return int(turned[2]), turned[1]
     match = re.fullmatch(r"(?:(\d+)(?:\s*[x*\N{MULTIPLICATION SIGN}]\s*|\s+|(?=[^\W\d])))?(\S.*)", text, re.IGNORECASE)
     if match is None or match[1] == "0":
-        raise ConfigError(f"devices must be a number and a kind, got {text!r}", hint="use the form 8xH100")
+        raise ConfigError(
+            f"devices must be a number and a kind of device, got {text!r}",
+            hint="use a value such as 8xH100",
+        )
     return None if match[1] is None else int(match[1]), match[2]
 
 

@@ -137,18 +137,18 @@ class Job(View):
             said := [n for n in ("lora_rank", "lora_targets", "lora_dropout") if getattr(self, n) is not None]
         ):
             raise ConfigError(
-                f"full training has no adapters, got {' and '.join(said)}",
-                hint="add method lora or qlora, or remove the setting",
+                f"full training does not use adapters, so {' and '.join(said)} cannot be set",
+                hint="set method to lora or qlora, or remove the setting",
             )
         if self.loss_chunk is not None and self.loss != "fused":
             raise ConfigError(
                 f"loss_chunk requires loss fused, but loss is {self.loss}, which computes all logits together",
-                hint="use loss fused",
+                hint="set loss to fused",
             )
         if self.planned_optimizer.matrix and self.on_host.optimizer_state and not self.on_host.main_weights:
             raise ConfigError(
                 f"the planner does not support {self.optimizer} with only its optimizer state on the host",
-                hint="offload main weights too, or plan adamw",
+                hint="offload main weights as well, or plan with adamw",
             )
         besides = {
             f"method {self.method}": self.method != "full",
@@ -163,7 +163,7 @@ class Job(View):
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError(
                 "qlora computes in half precision, but base_dtype is float32",
-                hint="use base_dtype bfloat16",
+                hint="set base_dtype to bfloat16",
             )
 
     @classmethod

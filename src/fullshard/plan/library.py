@@ -46,8 +46,8 @@ def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
     known_name = _known_name(text)
     if known_name is None:
         raise ConfigError(
-            f"there is no model {text!r}: it is not a file, a directory with a config.json, a known name or a number",
-            hint=f"{_suggestion(text)}; or give the path of a config.json (hf download ORGANISATION/NAME config.json)",
+            f"unknown model {text!r}: it is not a file, a directory with a config.json, a known name or a number",
+            hint=f"{_suggestion(text)}; or pass the path of a config.json (hf download ORGANISATION/NAME config.json)",
         )
     return known_name, MODELS[known_name]
 
@@ -113,7 +113,7 @@ def _from_count(text: str, count: float) -> tuple[ModelShape, list[str]]:
     if inner < 1:
         raise ConfigError(
             f"{text}: a Llama of {layers} layers and width {hidden} has more than {format_count(count)} parameters",
-            hint="give a config.json",
+            hint="use a config.json",
         )
     model, _ = from_config({**values, "intermediate_size": inner}, where=text, name=f"a Llama of {text.strip()}")
     chosen = f"{layers} layers of width {hidden}, {heads} heads, feed-forward {inner}, vocabulary {model.vocab}"

@@ -35,7 +35,7 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     if job.method == "full" and job.quantize:
         raise ConfigError(
             "method full trains all weights, so quantize cannot be used with it",
-            hint="add method lora, or remove quantize",
+            hint="set method to lora, or remove quantize",
         )
     if job.method == "full":
         if all(p.exact or p.dtype == job.main_dtype for p in model.parameters):
@@ -94,7 +94,7 @@ def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
         needed = " and ".join(name for name in converted if converted[name] == parts[0])
         raise ConfigError(
             f"lora_targets: {model.name} stores {needed} in one parameter, {parts[0]}",
-            hint=f"name {needed} together, or none of them",
+            hint=f"target {needed} together, or none of them",
         )
     return wanted - converted.keys(), dict(found)
 

@@ -119,7 +119,9 @@ class Conversion:
         """
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
-                f"the model was to be quantised, but {self.said}",
-                hint="freeze the weights with requires_grad_(False) to quantise them at rest, or accept the model as "
-                "it is with llm_int8_skip_modules=['lm_head', 'experts']",
+                f"the model was supposed to be quantised, but {self.said}",
+                hint=(
+                    "freeze the weights with requires_grad_(False) to quantise them at rest, or accept the model as "
+                    "it is with llm_int8_skip_modules=['lm_head', 'experts']"
+                ),
             )

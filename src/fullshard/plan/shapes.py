@@ -272,7 +272,7 @@ class ModelShape:
         if self.tied or not embeddings or not heads:
             raise ConfigError(
                 f"the input embedding and the head of {self.name} cannot be units: "
-                + ("they share a weight" if self.tied else "its shapes do not show them"),
+                + ("they share a weight" if self.tied else "the planner cannot tell which parameters they are"),
                 hint="remove wrap_embeddings",
             )
         embedding = max(embeddings, key=lambda p: p.numel)

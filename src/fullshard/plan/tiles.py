@@ -79,7 +79,7 @@ def _tile_of_block(name: str, block: Block, parts: int) -> Block:
     if uneven := [f"{width} {what}" for what, width in widths.items() if width % parts]:
         raise ConfigError(
             f"tensor parallelism of {name}: {uneven[0]} cannot be divided evenly among {parts} ranks",
-            hint="choose a tp that divides them",
+            hint="choose a tp that divides this number",
         )
     return dataclasses.replace(block, **{what: width // parts for what, width in widths.items()})
 

@@ -131,7 +131,7 @@ def parse_policy(value: object) -> WrapPolicy:
             if _asks_as_torch_does(value):
                 raise WrapError(
                     f"{value!r} is a policy for torch's FSDP, which takes more arguments than a module",
-                    hint="name the classes, pass a function of a module, or give it to the plugin's auto_wrap_policy",
+                    hint="name the classes, pass a function of a module, or set it as the plugin's auto_wrap_policy",
                 )
             return ByPredicate(value)
     raise WrapError(

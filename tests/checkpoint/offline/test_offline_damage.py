@@ -405,7 +405,7 @@ def test_an_index_stays_in_its_directory(tmp_path: Path, index: str, name: str) 
 
 
 def test_nothing_known_is_said_plainly(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+    with pytest.raises(CheckpointError, match="no checkpoint was found at"):
         open_source(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match=r"does not hold a checkpoint in a known format; it holds notes\.txt"):

@@ -362,5 +362,5 @@ def test_methods_given_after_sharding_are_refused_whenever_that_is() -> None:
         model(torch.ones(1, 3))
         told = model.weight._local_tensor if is_local else model.weight
         told.fsdp_pre_all_gather = lambda mesh: None
-        with pytest.raises(LifecycleError, match="rank 0: weight was given `fsdp_pre_all_gather` after it was sharded"):
+        with pytest.raises(LifecycleError, match="rank 0: `fsdp_pre_all_gather` was added to weight after sharding"):
             model(torch.ones(1, 3))

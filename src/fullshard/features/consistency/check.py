@@ -51,7 +51,7 @@ class ConsistencyCheck(Extension):
     def choose(self, policy: str, every: int) -> None:
         """Set the policy and the interval between comparisons after validating both."""
         if policy not in get_args(OnDifference):
-            raise ConfigError(f"there is no policy {policy!r} for replicas that differ", hint="use raise or off")
+            raise ConfigError(f"{policy!r} is not a valid policy for replicas that differ", hint="use raise or off")
         if every < 0:
             raise ConfigError(
                 f"the interval between comparisons of ranks is {every} steps, expected 0 or more",

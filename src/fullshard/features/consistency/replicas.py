@@ -61,7 +61,7 @@ def find_difference(model: Schedule) -> None:
     hint = "the replicas are evenly split, so the correct values are unknown: " if is_even else ""
     raise ReplicaError(
         f"rank {mesh.rank}, step {model.steps + 1} of this process: {text}",
-        hint=f"{hint}resume from a checkpoint. A host that is named repeatedly has faulty memory",
+        hint=f"{hint}resume from a checkpoint; if the same host is reported repeatedly, its memory is probably faulty",
     )
 
 

@@ -84,8 +84,8 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         held = first_sharded((args, kwargs))
         raise LifecycleError(
-            f"cannot convert {'a tensor' if held is None else held.name} to {kwargs['memory_format']}: a rank holds "
-            "an interval of its elements, in the original order",
+            f"cannot convert {'a tensor' if held is None else held.name} to {kwargs['memory_format']}: each rank "
+            "holds an interval of its elements, in the original order",
             hint=(
                 "convert the model's inputs instead with x.to(memory_format=...); convolutions compute in the format "
                 "of their input"

@@ -79,7 +79,7 @@ class ExtendedBucket(Bucket):
             raise ConfigError(
                 f"a parameter of type {type(extended).__name__} defines its own all-gather, which needs its shards on "
                 "the device",
-                hint="remove the argument offload_policy",
+                hint="omit offload_policy",
             )
         rows = self._make_rows(slot, weights)
         self.compute_shard, self._version = self.main, -1
@@ -120,8 +120,8 @@ class ExtendedBucket(Bucket):
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} changed in place under unsharded(), but "
-                "there it is a tensor made by `fsdp_post_all_gather`",
+                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} changed in place under unsharded(), where "
+                "it is a tensor that `fsdp_post_all_gather` returned",
                 hint="change the sharded parameter in place instead",
             )
 
@@ -246,7 +246,7 @@ def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device)
     if type(rows) is not type(extended.detach()):
         raise LifecycleError(
             f"{type(extended).__name__}.new_zeros returns a {type(rows).__name__}, expected the same type",
-            hint="make its __torch_dispatch__ keep the type for new_zeros, which torch's fully_shard needs, too",
+            hint="make new_zeros return the same type in its __torch_dispatch__, as torch's fully_shard also requires",
         )
     return rows
 

@@ -121,8 +121,8 @@ class ComposedBucket(ExtendedBucket):
         if on_meta:
             raise WrapError(
                 f"a parameter of type {type(rows).__name__} is on the meta device, and its `{on_meta[0]}` cannot be "
-                "made real",
-                hint="make the model real before fully_shard",
+                "materialised",
+                hint="materialise the model before fully_shard",
             )
         self.main = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
         self._own = rows if own == count else rows.narrow(0, 0, own)

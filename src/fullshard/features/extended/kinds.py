@@ -95,9 +95,9 @@ class Composed(Extended):
         When such a unit is made real, it is filled from plain tensors.
         """
         raise WrapError(
-            f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real, but other "
+            f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} has values, but other "
             "parameters of its unit are on the meta device",
-            hint="make all parameters of the unit real before fully_shard, or none of them",
+            hint="materialise all parameters of the unit before fully_shard, or none of them",
         )
 
     def spec(
@@ -131,7 +131,7 @@ class LateProtocol(Extension):
         is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
         for parameter in itertools.compress(self._sharded * 2, is_told):
             raise LifecycleError(
-                f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded, but it is "
-                "gathered with the other parameters of its unit, so the method would never be called",
-                hint="before fully_shard, give the module a parameter with a class that has the method",
+                f"rank {parameter.mesh.rank}: `{PRE}` was added to {parameter.name} after sharding, but the parameter "
+                "is gathered with the others of its unit, so the method would never be called",
+                hint="before fully_shard, replace the parameter with one whose class defines the method",
             )

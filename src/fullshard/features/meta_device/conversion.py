@@ -95,7 +95,7 @@ def _check_cast(unit: Unit) -> None:
     hooked = [p.name for slot, p in unit.entries if is_real and _is_hooked(slot.parameter)]
     if hooked:
         raise LifecycleError(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that were given hooks before "
+            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that had hooks before "
             f"fully_shard: {hooked}",
             hint="cast the model before fully_shard, or register the hooks after the cast",
         )

@@ -153,7 +153,7 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
             f"{type(module).__name__} was built on the meta device, and nothing initialises its {', '.join(missed)}",
             hint=(
                 "use shard_model(model, ...), which finds the model's own initialisation and accepts param_init_fn; "
-                "build the model under fullshard.meta_parameters() to keep its buffers real"
+                "or build the model under fullshard.meta_parameters(), which keeps buffers off the meta device"
             ),
         )
     return True

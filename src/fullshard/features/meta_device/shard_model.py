@@ -132,7 +132,7 @@ def _backward_prefetch(name: str) -> BackwardPrefetch:
         return BackwardPrefetch(str(name).upper())
     except ValueError:
         names = ", ".join(BackwardPrefetch)
-        raise ConfigError(f"there is no backward_prefetch {name!r}", hint=f"use one of {names}") from None
+        raise ConfigError(f"{name!r} is not a valid backward_prefetch", hint=f"use one of {names}") from None
 
 
 def _plan_units(

@@ -103,8 +103,9 @@ class StandIns:
                 )
             if any(map(torch_private.gradient_hooks, (original, stand_in, held))):
                 raise LifecycleError(
-                    f"register_hook on parameter {stand_in.name} while it was on the meta device never runs, because "
-                    "autograd uses a tensor that is created once the parameter has values",
+                    f"a hook that was registered with register_hook on parameter {stand_in.name} while it was on the "
+                    "meta device would never run, because autograd uses a tensor that is created once the parameter "
+                    "has values",
                     hint="use register_post_accumulate_grad_hook",
                 )
             slot.replaced += dict.fromkeys((original, stand_in, held))  # type: ignore[arg-type]

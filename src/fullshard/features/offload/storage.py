@@ -146,7 +146,7 @@ class OneMemory(Storage):
             raise ConfigError(
                 "compute shards are on the host and main weights on the device, but trainable parameters are gathered "
                 "from main weights, and no parameter is frozen",
-                hint="offload main weights, too, or keep compute shards on the device",
+                hint="offload main weights as well, or keep compute shards on the device",
             )
 
 
@@ -261,5 +261,5 @@ def check_offloads_activations(units: int) -> None:
         raise ConfigError(
             "activations are offloaded, but the complete model is one unit, so backward would start with all of them "
             "on the device",
-            hint="make its layers units, too, or keep activations on the device",
+            hint="make its layers units as well, or keep activations on the device",
         )

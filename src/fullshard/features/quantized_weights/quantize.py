@@ -31,7 +31,7 @@ def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
     if before.form != mark.form:
         raise ConfigError(
             f"{type(module).__name__}.{attribute} is already marked as {before.form}, not {mark.form}",
-            hint="use one form: that of quantize, of bitsandbytes' settings, or of the files",
+            hint="use the same format in quantize, in bitsandbytes' settings and in the files",
         )
 
 

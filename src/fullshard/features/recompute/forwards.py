@@ -57,7 +57,7 @@ def checkpoint_modules(
     if reentrant and selective:
         raise WrapError(
             "reentrant checkpointing recomputes everything, so it cannot be selective",
-            hint="set only one of the two",
+            hint="set either reentrant or selective, not both",
         )
     names = {id(module): name for name, module in model.named_modules()}
     chosen = outermost(modules)
@@ -76,7 +76,7 @@ def checkpoint_modules(
         if "_recomputed_forward" in module.__dict__:
             raise WrapError(f"the activations of {where} are already checkpointed")
         if selective and torch_private.is_compiled_function(module.forward):
-            raise WrapError(f"{where} is compiled, but selective checkpointing must inspect single operations")
+            raise WrapError(f"{where} is compiled, but selective checkpointing needs to see individual operations")
     for module in chosen:
         # None means the forward of the class, so that a deep copy uses its own.
         module.__dict__["_recomputed_forward"] = module.__dict__.get("forward")
@@ -105,7 +105,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
             )
         if module.__dict__.get("_recomputed_by") is _selectively:
             raise WrapError(
-                f"the {type(module).__name__} to compile is checkpointed selectively, which must inspect single "
+                f"the {type(module).__name__} to compile is checkpointed selectively, which needs to see individual "
                 "operations",
                 hint=(
                     "checkpoint the complete module or none of it: compiled graphs recompute cheap operations "
@@ -228,11 +228,9 @@ def _without_cache(
         length = getattr(cache, "get_seq_length", None)
         if length is None or length() != 0:
             raise WrapError(
-                f"{type(module).__name__} received a filled key/value cache ({name}) while its activations are "
+                f"{type(module).__name__} received a non-empty key/value cache ({name}) while its activations are "
                 "checkpointed",
-                hint=(
-                    "turn off activation checkpointing, or prefix tuning and cached prompts, which do not work with it"
-                ),
+                hint="turn off activation checkpointing, or do not use prefix tuning or cached prompts with it",
             )
     off = {"use_cache": False} if "use_cache" in kwargs else {}
     return tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args), kwargs | dict.fromkeys(caches) | off

@@ -66,7 +66,7 @@ class BufferPool:
         start = next((start for start, size in self._free.items() if start + size == self._top), self._top)
         if start + nbytes > len(self._memory):
             raise MemoryError(
-                f"{nbytes} bytes do not fit into the {len(self._memory)} bytes that the ranks of one host share"
+                f"{nbytes} bytes do not fit into the {len(self._memory)} bytes of memory that the ranks of a host share"
             )
         self._free.pop(start, None)
         self._top = start + nbytes

@@ -80,7 +80,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
     sharded = sharded_parameters(optimizer)
     if not sharded:
         raise OptimizerError(
-            f"{name} holds no sharded parameter to step in backward",
+            f"{name} holds no sharded parameters to step in backward",
             hint="shard the model first, or use repoint()",
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -251,7 +251,8 @@ class Stepper:
         """
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise LifecycleError(
-                f"{type(optimizer).__name__}.step(closure) would run a backward that steps inside the step",
+                f"{type(optimizer).__name__}.step(closure) would run backward inside step(), and with "
+                "step_in_backward that backward would update the parameters",
                 hint="call backward before step(), or do not use step_in_backward",
             )
         for part in self._parts.values():

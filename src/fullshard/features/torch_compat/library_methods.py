@@ -120,7 +120,7 @@ def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
         if new_num_tokens in (None, rows) and not any((*args, *kwargs.values())):
             return embeddings
         raise LifecycleError(
-            f"resize_token_embeddings({new_num_tokens}) was called on {type(module).__name__}, a sharded model of "
+            f"resize_token_embeddings({new_num_tokens}) was called on {type(module).__name__}, a sharded model with "
             f"{rows} tokens, but the parameters are fixed once a model is sharded",
             hint="resize before fully_shard, shard_model or prepare",
         )

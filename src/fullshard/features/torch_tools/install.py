@@ -283,7 +283,7 @@ def _from_local(
     if local_tensor.numel() != spec.interval.numel:
         raise LifecycleError(
             f"rank {spec.mesh.rank} should hold {spec.interval.numel} elements of a tensor {tuple(shape)} with the "
-            f"placement {ragged}, but it was given {local_tensor.numel()}",
+            f"placement {ragged}, but got {local_tensor.numel()}",
             hint=(
                 "pass as many elements as the parameter's to_local() has, or use distribute_tensor(whole, "
                 "p.device_mesh, p.placements)"
