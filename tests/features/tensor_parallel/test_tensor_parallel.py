@@ -469,7 +469,7 @@ def check_refused() -> None:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize(build(), mesh["tp"])
     with pytest.raises(
-        WrapError, match=r"q\.weight, k\.weight, v\.weight and 5 more: the parameter is a DTensor over .*without a name"
+        WrapError, match=r"q\.weight, k\.weight, v\.weight and 5 more: the parameter is a DTensor over .*unnamed axis"
     ):
         fullshard.fully_shard(model.blocks[0])
     with pytest.raises(WrapError, match="overlapping"):
