@@ -129,7 +129,7 @@ def test_every_name_of_the_states_is_here(theirs: type) -> None:
     for name in sorted((_public(theirs) | _assigned(theirs)) - _OTHER_ENGINES - refused):
         assert hasattr(ours, name), name
     for name in refused & _public(theirs):
-        with pytest.raises(AttributeError, match="there is one engine here"):
+        with pytest.raises(AttributeError, match="fullshard has only one engine"):
             getattr(ours, name)
 
 
@@ -478,7 +478,7 @@ def _hooks_that_fail(directory: str) -> list[str]:
 
 
 def test_a_hook_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    expected = ["a hook of the script's failed\nrank 1: OSError: no room"] * 2
+    expected = ["a hook in the script failed\nrank 1: OSError: no room"] * 2
     assert run_ranks(_hooks_that_fail, 2, str(tmp_path / "state"), timeout=60) == [expected] * 2
 
 

@@ -127,7 +127,7 @@ def test_what_accelerate_launch_exports_is_used(monkeypatch: pytest.MonkeyPatch)
 def test_a_plugins_precision_wins_and_says_so() -> None:
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="bf16")
     assert Accelerator(fsdp_plugin=plugin).mixed_precision == "bf16"
-    with pytest.warns(UserWarning, match="gives way to the plugin's mixed_precision_policy"):
+    with pytest.warns(UserWarning, match="is overridden by the plugin's mixed_precision_policy"):
         assert Accelerator(fsdp_plugin=plugin, mixed_precision="fp16").mixed_precision == "bf16"
 
 

@@ -455,7 +455,7 @@ def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:
     assert prepared()[0] == "bfloat16" and accelerator.mixed_precision == "bf16"
     plugin.mixed_precision_policy, plugin.activation_checkpointing = None, None
     assert prepared()[0] is None and not accelerator._config.sharding.activation_checkpointing
-    with pytest.warns(UserWarning, match="gives way to the plugin"):
+    with pytest.warns(UserWarning, match="is overridden by the plugin"):
         mine = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=Plugin(mixed_precision_policy="fp32"))
     mine.state.fsdp_plugin.mixed_precision_policy = None
     mine.prepare(nn.Linear(2, 2))
@@ -468,7 +468,7 @@ def test_none_gives_a_field_back_to_what_filled_the_plugin() -> None:
     plugin.fill(RunConfig.of({"sharding": {"activation_checkpointing": True, "offload_main_weights": True}}))
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
     plugin.activation_checkpointing, plugin.cpu_offload, plugin.mixed_precision_policy = False, False, "fp32"
-    with pytest.warns(UserWarning, match="gives way to the plugin"):
+    with pytest.warns(UserWarning, match="is overridden by the plugin"):
         assert _dtypes(accelerator) == (torch.float32, torch.float32)
     sharding = accelerator._config.sharding
     assert (sharding.activation_checkpointing, sharding.offload) == (False, Offload())

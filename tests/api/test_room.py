@@ -24,7 +24,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.mark.parametrize(
     ("free", "count", "said"),
-    [(400, 4, ""), (399, 4, "3 of the 4 checkpoints to keep fit"), (99, 1, None), (99, 0, "")],
+    [(400, 4, ""), (399, 4, "only 3 of the 4 checkpoints to keep will fit"), (99, 1, None), (99, 0, "")],
 )
 def test_room_for_checkpoints(
     free: int, count: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -39,7 +39,7 @@ def test_room_for_checkpoints(
     told: list[str] = []
     if said is None:
         with pytest.raises(
-            CheckpointError, match=r"99 B are free .* a checkpoint of this run takes 100 B\nhint: remove"
+            CheckpointError, match=r"99 B are available .* a checkpoint of this run takes 100 B\nhint: remove"
         ):
             check_room(tmp_path / "not" / "yet", 100, count, told.append)
     else:
@@ -66,6 +66,6 @@ def test_a_checkpoint_has_weights_and_the_state_of_what_is_trained() -> None:
 def test_a_trainer_that_could_save_nothing_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 0, 1000))
     made = trainer(build(), arguments(tmp_path, save_strategy="steps", save_steps=2))
-    with pytest.raises(CheckpointError, match=r"1000 B are free for .*, and a checkpoint of this run takes"):
+    with pytest.raises(CheckpointError, match=r"1000 B are available in .*, but a checkpoint of this run takes"):
         made.train()
     assert made.state.global_step == 0

@@ -191,7 +191,7 @@ def test_parts_that_tokens_do_not_reach_are_named() -> None:
     unseen = [event for event in result.events if event.unit != "model.layers.1"]
     seen = {name: getattr(result, name) for name in Simulation.__slots__}
     (found,) = Simulation(**{**seen, "events": unseen}).differences
-    assert found == "1 planned units did not run, model.layers.1 the first: a simulation feeds tokens alone"
+    assert found == "1 planned units did not run, the first is model.layers.1: a simulation passes only tokens"
 
 
 def test_refusals() -> None:

@@ -125,7 +125,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A file of the user's that the system refuses is a message as any other, and no traceback."""
     (tmp_path / "file").touch()
     done = run_here("plan", "-m", "7B", "-d", "8xH100", "--write", str(tmp_path / "file" / "x" / "plan.yaml"))
-    message = f"ConfigError: cannot write {tmp_path}/file/x/plan.yaml: Not a directory\nhint: name another file\n"
+    message = f"ConfigError: cannot write {tmp_path}/file/x/plan.yaml: Not a directory\nhint: choose another file\n"
     assert (done.returncode, done.stderr) == (2, message)
 
 

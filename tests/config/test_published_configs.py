@@ -98,7 +98,7 @@ def test_it_launches_and_trains_sharded(block: str, tmp_path: Path) -> None:
         refused = launch()
         assert refused.returncode != 0
         assert re.search(r"run\.yaml:1:1: xla: true requests PyTorch/XLA, but .* is not installed", refused.stderr)
-        assert "or leave it out" in refused.stderr
+        assert "or remove it" in refused.stderr
         path.write_text(re.sub(r"^xla: .*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
     run = launch()
     assert run.returncode == 0, run.stdout + run.stderr

@@ -97,7 +97,7 @@ def test_a_file_must_be_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "fullshard.yaml").write_text("mine")
     for name, words in (
         ("fullshard.yaml", "already exists"),
-        ("no/such.yaml", "there is no folder no"),
+        ("no/such.yaml", "the folder no does not exist"),
         ("fullshard", "ends in .yaml"),
     ):
         assert words in str(_path_fault(name))
@@ -182,7 +182,7 @@ def test_in_a_terminal_to_the_end(tmp_path: Path) -> None:
         reply(child, "How many parameters must a unit have at least? (for example 1e8)", CTRL_U, "1e8", ENTER)
         reply(child, "How should a model be saved?", ENTER)
         reply(child, "Micro-batches per optimizer step?", CTRL_U, "4", ENTER)
-        reply(child, "Which file shall be written?", CTRL_U, "mine.yaml", ENTER)
+        reply(child, "Which file should be written?", CTRL_U, "mine.yaml", ENTER)
         child.expect("strategy: HYBRID_SHARD")
         assert not (tmp_path / "mine.yaml").exists()
         reply(child, "Write mine.yaml?", ENTER)

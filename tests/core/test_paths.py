@@ -99,7 +99,9 @@ def test_nothing_is_not_the_current_folder(written: str) -> None:
 def test_a_name_that_no_file_can_have() -> None:
     with pytest.raises(ConfigError, match=r"'a.x00b' contains a NUL character"):
         local_path("a\0b")
-    with pytest.raises(ConfigError, match="contains a name of 300 characters, but file systems allow 255 bytes"):
+    with pytest.raises(
+        ConfigError, match="contains a name of 300 characters, but file systems allow at most 255 bytes"
+    ):
         local_path("/tmp/" + "n" * 300 + "/x")
     assert local_path("n" * 255) == Path("n" * 255)
 

@@ -109,7 +109,7 @@ def test_configurations_share_nothing() -> None:
         ({"dist__fsdp": 4}, "config.dist.fsdp", None),
         ({"compute__bf16": 1}, "config.compute.bf16: input should be a valid boolean, got 1", None),
         ({"backend": "xla"}, "input should be 'lazy' or 'eager', got 'xla'", None),
-        ({"dist__topology": ["dp", "fsdp"]}, "config.dist.topology: expected", "each of the four axes once"),
+        ({"dist__topology": ["dp", "fsdp"]}, "config.dist.topology: expected", "list each of the four axes once"),
         (
             {"dataloader__buckets": [256, 128]},
             "config.dataloader.buckets: expected lengths in ascending order",
@@ -132,9 +132,9 @@ def test_a_wrong_assignment_is_an_error_at_once(fields: dict[str, Any], message:
     ("fields", "message", "hint"),
     [
         ({"compute__fp16": True, "compute__bf16": True}, "compute.fp16 means precision.mode = fp16", "keep one"),
-        ({"dist__tp__size": 2}, "dist.tp.size = 2 is not supported: split layers", "leave dist.tp.size out"),
-        ({"dist__pp__size": 2}, "dist.pp.size = 2 is not supported: pipeline", "leave dist.pp.size out"),
-        ({"dist__sp__size": 2}, "dist.sp.size = 2 is not supported: sequence", "leave dist.sp.size out"),
+        ({"dist__tp__size": 2}, "dist.tp.size = 2 is not supported: split layers", "remove dist.tp.size"),
+        ({"dist__pp__size": 2}, "dist.pp.size = 2 is not supported: pipeline", "remove dist.pp.size"),
+        ({"dist__sp__size": 2}, "dist.sp.size = 2 is not supported: sequence", "remove dist.sp.size"),
         ({"dist__fsdp__shard_output_callable": print}, "requests PyTorch/XLA", "every rank has its own outputs"),
         (
             {"dist__fsdp__use_spmd": True},
@@ -317,7 +317,7 @@ def test_what_belongs_to_recorded_graphs_does_nothing() -> None:
     [moved, rest] = torchacc.send_cpu_data_to_device([torch.ones(2), {"x": torch.ones(1)}], "meta")
     assert moved.is_meta
     assert rest["x"].is_meta
-    with pytest.raises(ConfigError, match="leave replicas out"):
+    with pytest.raises(ConfigError, match="omit replicas"):
         torchacc.dist.rendezvous("here", replicas=[1])
 
 

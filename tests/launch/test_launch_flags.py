@@ -131,7 +131,7 @@ def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
             ["2:4 processes are not supported: only the number of hosts may vary", "use --nnodes MIN:MAX"],
         ),
         (["--nnodes", "4:1"], ["min_machines = 4 is more than num_machines = 1", "the maximum number of hosts"]),
-        (["--nnodes", "1:4", "--machine_rank", "0"], ["cannot have a fixed machine rank", "leave it out"]),
+        (["--nnodes", "1:4", "--machine_rank", "0"], ["cannot have a fixed machine rank", "remove it"]),
         (["--nnodes", "2", "--num_machines", "3"], ["--nnodes, --num_machines", "keep one of the two"]),
         (["--fsdp_sharding_strategy", "FUL_SHARD"], ["--fsdp_sharding_strategy", "'FUL_SHARD'"]),
         (["--fsdp_config", "path/to/ train.py"], ["a closing quote is missing"]),

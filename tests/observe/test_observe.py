@@ -81,7 +81,7 @@ def test_a_new_file_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     """Not even one that comes while it is looked whether there is one; what could not be written leaves none."""
     path = tmp_path / "file"
     save_text("mine", path, overwrite=False)
-    with pytest.raises(ConfigError, match=r"cannot write .*: File name too long\nhint: name another file"):
+    with pytest.raises(ConfigError, match=r"cannot write .*: File name too long\nhint: choose another file"):
         save_text("text", tmp_path / (300 * "x"), overwrite=False)
     monkeypatch.setattr(Path, "exists", lambda path: False)
     with pytest.raises(ConfigError, match="file already exists"):

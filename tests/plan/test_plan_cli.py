@@ -395,7 +395,7 @@ def test_what_is_no_part_of_a_plan_is_written_as_the_planned_file_has_it(tmp_pat
     assert (config.sharding.strategy, config.sharding.wrap_classes) == ("SHARD_GRAD_OP", ("LlamaDecoderLayer",))
     assert config.sharding.activation_checkpointing  # as planned
     nowhere = run(*arguments, "--write", str(tmp_path / "nowhere" / "best.yaml"))
-    assert nowhere.returncode == 2 and "name another file" in nowhere.stderr
+    assert nowhere.returncode == 2 and "choose another file" in nowhere.stderr
 
 
 @pytest.mark.parametrize(

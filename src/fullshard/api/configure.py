@@ -39,7 +39,7 @@ def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
     for setting in accelerator.settings:
         other = plugins.setting(setting.path)
         if other is not None and other.value != setting.value:
-            text = f"= {shown(setting.value)} gives way to the plugin's {other.key} = {shown(other.value)}"
+            text = f"= {shown(setting.value)} is overridden by the plugin's {other.key} = {shown(other.value)}"
             yield Note(setting.origin, setting.key, Status.NO_EFFECT, text)
 
 

@@ -146,7 +146,7 @@ class Loaders(Checkpointing):
         if self._is_joined:
             raise ConfigError(f"{found}, but a sharded model must run on all ranks", hint=hint)
         warnings.warn(
-            f"{found}; if a prepared model runs in this loop, they will wait for the others until the time-out. "
+            f"{found}; if a prepared model runs in this loop, those ranks will wait for the others until the time-out. "
             f"Hint: {hint}",
             stacklevel=3,
         )

@@ -7,14 +7,14 @@ from typing import Any
 
 from fullshard.config.accelerate import INSTEAD_OF_FP8
 
-ONE_ENGINE = "there is one engine here; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
+ONE_ENGINE = "fullshard has only one engine; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
 _PIPELINES = "pipelines are not configured here; torch's schedules run around sharded stages"
 
 ARGUMENTS = {
     "deepspeed_plugin": ONE_ENGINE,
     "deepspeed_plugins": ONE_ENGINE,
     "megatron_lm_plugin": ONE_ENGINE,
-    "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
+    "torch_tp_plugin": "use parallelism_config=ParallelismConfig(tp_size=...)",
 }
 """Refused arguments of the Accelerator, in the order of its signature, with the reasons."""
 

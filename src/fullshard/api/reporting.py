@@ -75,7 +75,7 @@ class Reporting(Checkpointing):
             try:
                 profiler.export_chrome_trace(str(own))
             except AssertionError:  # torch raises it if nothing was recorded; training must continue
-                steps = f"the schedule had not come to its active steps after {profiler.step_num} calls of step()"
+                steps = f"the schedule had not reached its active steps after {profiler.step_num} calls to step()"
                 warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=6)
 
         Ranks().together("writing the traces of a profile", write)

@@ -44,8 +44,12 @@ def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], No
     if not usage.total or usage.free >= count * nbytes:
         return
     found = (
-        f"{format_nbytes(usage.free)} are free for {place}, and a checkpoint of this run takes {format_nbytes(nbytes)}"
+        f"{format_nbytes(usage.free)} are available in {place}, but a checkpoint of this run takes "
+        f"{format_nbytes(nbytes)}"
     )
     if usage.free < nbytes:
         raise CheckpointError(found, hint="remove unneeded files, save elsewhere, or train without checkpoints")
-    say(f"{found}: {usage.free // nbytes} of the {count} checkpoints to keep fit; keep fewer, or free some space")
+    say(
+        f"{found}: only {usage.free // nbytes} of the {count} checkpoints to keep will fit; keep fewer, or free up "
+        "space"
+    )

@@ -255,7 +255,7 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
     if ranks.world_size == 1:
         call()
     else:
-        ranks.together("a hook of the script's", call)
+        ranks.together("a hook in the script", call)
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:

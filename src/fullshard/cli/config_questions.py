@@ -107,9 +107,9 @@ def run() -> int:
     print("Ctrl-C ends; nothing is written before the last question. The file lists the settings not asked here.\n")
     try:
         config = interview(hardware, _reply)
-        name = questionary.text("Which file shall be written?", default="fullshard.yaml", validate=_path_fault)
+        name = questionary.text("Which file should be written?", default="fullshard.yaml", validate=_path_fault)
         path = local_path(name.unsafe_ask().strip())
-        print("\nThis is what will be written, besides the defaults:\n")
+        print("\nThis is what will be written, in addition to the defaults:\n")
         print(write_native(config, comments=False, only_changed=True))
         if not questionary.confirm(f"Write {path}?").unsafe_ask():
             raise KeyboardInterrupt
@@ -141,5 +141,5 @@ def _path_fault(text: str) -> bool | str:
     if path.suffix not in (".yaml", ".yml"):
         return f"expected a name that ends in .yaml, got {text!r}"
     if not path.absolute().parent.is_dir():
-        return f"there is no folder {path.parent}"
+        return f"the folder {path.parent} does not exist"
     return f"{path} already exists" if path.exists() else True

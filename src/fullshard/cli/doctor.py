@@ -71,7 +71,7 @@ def doctor(
     for finding in findings:
         print(f"{'WRONG' if finding.is_wrong else 'note'}: {finding.text}\n  hint: {finding.hint}")
     if healthy:
-        print("nothing is wrong" if run else "nothing is wrong that can be seen without --run")
+        print("no problems found" if run else "no problems found without --run")
     raise typer.Exit(0 if healthy else UNHEALTHY)
 
 

@@ -35,7 +35,7 @@ _BACKENDS = ("INDUCTOR", "EAGER", "AOT_EAGER", "CUDAGRAPHS", "ONNXRT", "OPENXLA"
 def _environment(value: Any) -> Settings:
     if values.one_of(value, ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
         raise ConfigError(
-            "AMAZON_SAGEMAKER is not supported because fullshard starts jobs on your own machines",
+            "AMAZON_SAGEMAKER is not supported because fullshard only starts jobs on your own machines",
             hint="use LOCAL_MACHINE",
         )
     return {}
@@ -44,7 +44,7 @@ def _environment(value: Any) -> Settings:
 def _distributed_type(value: Any) -> Settings | str:
     name = values.one_of(value, (*_SHARDED, "NO", *_PLAIN, *_OTHER_PARALLELISM))
     if name in _OTHER_PARALLELISM:
-        raise ConfigError(f"{name} is not supported because models can only be divided by sharding", hint="use FSDP")
+        raise ConfigError(f"{name} is not supported because fullshard splits models only by sharding", hint="use FSDP")
     if name == "XLA":
         return require_xla("XLA", "use FSDP")
     if name == "NO":
@@ -95,7 +95,7 @@ def _backend(value: Any) -> Settings:
     return {"sharding.compile": name != "NO", **({"sharding.compile_backend": name.lower()} if name != "NO" else {})}
 
 
-def _of_one(what: str, instead: str = "use 1, or leave it out") -> Any:
+def _of_one(what: str, instead: str = "use 1, or remove it") -> Any:
     def read(value: Any) -> Settings:
         if values.integer(value) > 1:
             raise ConfigError(f"{what} parallelism is not supported here, got {value!r}", hint=instead)
@@ -116,7 +116,7 @@ def _shard_size(value: Any) -> Settings:
 
 def _size(value: Any) -> Settings:
     if values.integer(value) < 1:
-        raise ConfigError(f"expected 1 or more, got {value!r}", hint="leave the key out to use one replica")
+        raise ConfigError(f"expected 1 or more, got {value!r}", hint="omit the key to use one replica")
     return {}
 
 
@@ -175,7 +175,7 @@ PARALLELISM_KEYS = (
     Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_shard_size),
     Key("parallelism_config_dp_replicate_size", Status.TRANSLATED, "sharding.strategy", read=_size),
     *refused(
-        "tensor parallelism is set up and declared by the script",
+        "tensor parallelism is set up in the script",
         "parallelism_config_tp_size",
         read=_of_one(
             "tensor", "set all sizes in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"
@@ -228,9 +228,9 @@ CLUSTER_KEYS = (
     Key("dynamo_config", section=Dialect("dynamo_config", DYNAMO_KEYS, prefix="dynamo_")),
     Key("dynamo_backend", Status.TRANSLATED, "sharding.compile_backend", read=_backend),
     *refused("8-bit floating point is not supported", "fp8_config"),
-    *refused("models can only be divided by sharding", "megatron_lm_config"),
+    *refused("fullshard splits models only by sharding", "megatron_lm_config"),
     *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
-    *refused("Intel's extension is not used", "ipex_config", "use_xpu"),
+    *refused("Intel's extension for PyTorch is not used", "ipex_config", "use_xpu"),
     *refused(
         "it stores float32 as bfloat16, including weights; mixed_precision: bf16 keeps float32 weights",
         "downcast_bf16",

@@ -17,7 +17,7 @@ def _finish(reading: Reading) -> None:
         entry = reading.entries.get(section)
         if kind is not None and entry is not None and entry.value and name not in wanted:
             message = f"distributed_type = {kind.value} and {section} contradict each other"
-            hint = f"write distributed_type: {wanted[0]}, or leave {section} out"
+            hint = f"write distributed_type: {wanted[0]}, or remove {section}"
             reading.problems.append(Problem((kind.origin, entry.origin), message, hint))
     if name == "NO":
         _finish_one_process(reading)

@@ -120,7 +120,8 @@ def _switched_off(because: str) -> Any:
             enabled = any(values.boolean(flag) for flag in flags) if flags else bool(value)
         if enabled not in (False, None, {}, []):
             raise ConfigError(
-                f"the feature is not supported: {because}", hint="leave it out, or set enabled: false in it"
+                f"the feature is not supported: {because}",
+                hint="remove the section, or set enabled: false in it",
             )
         return {}
 

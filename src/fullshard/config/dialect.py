@@ -269,7 +269,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         if value in [*key.unset, [], {}, ()]:
             return Reading()
         message = f"{entry.key} = {shown(entry.value)} is not supported: {key.because}"
-        return problem(message, f"leave {entry.key} out")
+        return problem(message, f"remove {entry.key}")
     if key.read is None and key.status is Status.NO_EFFECT:
         return Reading(notes=[_note(entry, key.because)])
     if key.read is None and entry.is_mapping:
@@ -280,7 +280,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         found = key.settings(entry.value)
     except (ConfigError, ValueError) as error:
         message = plain_message(error)
-        advice = f"see {key.target} in `fullshard config explain`" if key.target else f"leave it out: {key.because}"
+        advice = f"see {key.target} in `fullshard config explain`" if key.target else f"remove it: {key.because}"
         named = _normal(entry.key) in _normal(entry.origin.text)  # a flag or variable has the name of its key
         what = message if named and entry.origin.precedence > Precedence.FILE else f"{entry.key}: {message}"
         return problem(what, getattr(error, "hint", None) or advice)

@@ -25,7 +25,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
     if path.is_dir():
         raise ConfigError(
             f"{path} is a directory, but a configuration must be a file",
-            hint="name the file in the directory",
+            hint="pass the path of the file in the directory",
         )
     try:
         with path.open("rb") as file:

@@ -220,7 +220,7 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
     if name is None or found is None:
         why = next((why for why, families in _NOT_HERE.items() if (name or "").startswith(families)), None)
         if why is not None:
-            raise ConfigError(f"the flag is not supported: {why}", hint="leave it out")
+            raise ConfigError(f"the flag is not supported: {why}", hint="remove it")
         raise ConfigError("unknown flag", hint=_suggestion(spelled))
     consumed: list[str] = []
     content: Any = value

@@ -72,7 +72,7 @@ def _state_dict(value: Any) -> Settings:
 
 def _version(value: Any) -> None:
     if values.integer(value) not in (1, 2):
-        raise ConfigError(f"expected 1 or 2, got {value!r}", hint="leave it out; both versions have the same effect")
+        raise ConfigError(f"expected 1 or 2, got {value!r}", hint="remove it; both versions have the same effect")
 
 
 FSDP_KEYS = (
@@ -141,7 +141,7 @@ def _finish_wrap(reading: Reading) -> None:
     classes = reading.setting("sharding.wrap_classes")
     if classes is not None and classes.value and (other := wrap or size) is not None and other.value not in _BY_CLASS:
         message = f"{classes.key} selects units by class, but {other.key} selects them in another way"
-        hint = "use TRANSFORMER_BASED_WRAP, or leave out one of the two"
+        hint = "use TRANSFORMER_BASED_WRAP, or remove one of the two"
         reading.problems.append(Problem((classes.origin, other.origin), message, hint))
     elif wrap is not None and wrap.value != "size":
         reading.drop("sharding.wrap_min_numel", f"it only applies to SIZE_BASED_WRAP, but {wrap.key} has another value")
@@ -166,7 +166,7 @@ def _finish_strategy(reading: Reading) -> None:
         reading.notes.append(Note(strategy.origin, strategy.key, Status.TRANSLATED, text))
         return
     message = f"{strategy.key} = {row.name} and {reshard.key} = {str(reshard.value).lower()} contradict each other"
-    hint = f"leave {reshard.key} out, or name the strategy you want"
+    hint = f"remove {reshard.key}, or set the strategy that you want"
     reading.problems.append(Problem((strategy.origin, reshard.origin), message, hint))
 
 
@@ -176,9 +176,7 @@ def make_hybrid(reading: Reading, because: Setting) -> None:
     row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
     if old is not None and not row.shards:
         message = f"{because.key} divides the ranks into shard groups, but {old.key} means {row.name}"
-        problem = Problem(
-            (because.origin, old.origin), message, f"leave {because.key} out, or use a strategy that shards"
-        )
+        problem = Problem((because.origin, old.origin), message, f"remove {because.key}, or use a strategy that shards")
         reading.problems.append(problem)
         return
     if row.is_hybrid:

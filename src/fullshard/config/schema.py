@@ -114,10 +114,10 @@ class PrecisionConfig(Settings):
         ):
             if sent_as is not None and dtype is not None and not saves(sent_as, dtype):
                 raise CombinationError(
-                    f"{name} = {sent_as} has no benefit because {dtype} is sent without it",
+                    f"{name} = {sent_as} has no benefit because without it, messages are sent in {dtype}",
                     name,
                     other,
-                    hint=f"leave {name} out",
+                    hint=f"remove {name}",
                 )
         return self
 
@@ -220,7 +220,7 @@ class LaunchConfig(Settings):
     @classmethod
     def _is_no_tpu(cls, value: object) -> object:
         if value == "tpu":
-            raise ValueError("tpu is not supported because PyTorch/XLA's own launcher starts TPU jobs, see docs/xla.md")
+            raise ValueError("tpu is not supported because PyTorch/XLA's own launcher starts TPU jobs; see docs/xla.md")
         return value
 
     @field_validator("log_dir")
@@ -272,11 +272,11 @@ class LaunchConfig(Settings):
                 "a job with a variable number of hosts cannot have a fixed machine rank",
                 "min_machines",
                 "rdzv_backend" if self.machine_rank is None else "machine_rank",
-                hint="leave it out; ranks follow the order in which hosts join",
+                hint="remove it; ranks follow the order in which hosts join",
             )
         if self.num_machines > 1 and self.main_process_port == 0:
             raise CombinationError(
-                "with main_process_port = 0, one host chooses a port that the others do not know",
+                "with main_process_port = 0, one host would choose a port that the others do not know",
                 "main_process_port",
                 "num_machines",
                 hint="set a port, for example 29500",
@@ -399,7 +399,7 @@ class RunConfig(Settings):
                     f"step_in_backward consumes each gradient before {why}",
                     "training.step_in_backward",
                     other,
-                    hint="leave out one of the two",
+                    hint="remove one of the two",
                 )
         return self
 
@@ -409,16 +409,15 @@ class RunConfig(Settings):
         for name in ("gather_as", "reduce_as"):
             if getattr(self.precision, name) is not None and not row.shards:
                 raise CombinationError(
-                    f"{name} rounds messages along the shard axis, but {self.sharding.strategy} does not have this "
-                    "axis",
+                    f"{name} rounds messages along the shard axis, but {self.sharding.strategy} has no shard axis",
                     f"precision.{name}",
                     "sharding.strategy",
-                    hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {name} out",
+                    hint=f"use FULL_SHARD or SHARD_GRAD_OP, or remove {name}",
                 )
         size, launch = self.sharding.shard_size, self.launch
         if row.is_hybrid and size is None and launch.num_machines == 1 and launch.num_processes:
             raise CombinationError(
-                f"{self.sharding.strategy} on one host without shard_size would form a single shard group without "
+                f"{self.sharding.strategy} on one host without shard_size would form a single shard group with no "
                 "replicas",
                 "sharding.strategy",
                 "sharding.shard_size",

@@ -194,7 +194,7 @@ class ShardingConfig(Settings):
                     f"{list(value) if kind == 'class' else value}",
                     "wrap",
                     name,
-                    hint=f"use {name} together with wrap: {kind}, or leave both out",
+                    hint=f"use {name} together with wrap: {kind}, or remove both",
                 )
         return self
 
@@ -209,11 +209,11 @@ class ShardingConfig(Settings):
                 raise CombinationError(
                     f"{name} is set, but activation_checkpointing is not",
                     name,
-                    hint=f"set activation_checkpointing: true, or leave {name} out",
+                    hint=f"set activation_checkpointing: true, or remove {name}",
                 )
         if self.activation_checkpointing_mode == "selective" and getattr(self, other):
             raise CombinationError(
-                f"activation_checkpointing_mode = 'selective' inspects individual operations, which {other} hides",
+                f"activation_checkpointing_mode = 'selective' needs to see individual operations, which {other} hides",
                 "activation_checkpointing_mode",
                 other,
                 hint="use activation_checkpointing_mode: full",
@@ -224,7 +224,7 @@ class ShardingConfig(Settings):
                     f"{name} works unit by unit, but wrap = 'none' makes the model a single unit",
                     name,
                     "wrap",
-                    hint=f"use wrap: auto, or leave {name} out",
+                    hint=f"use wrap: auto, or remove {name}",
                 )
         return self
 
@@ -235,7 +235,7 @@ class ShardingConfig(Settings):
             raise CombinationError(
                 "unsharded_memory_gib only applies to reshard_after_forward = 'auto', which is not set",
                 "unsharded_memory_gib",
-                hint="set reshard_after_forward: auto, or leave unsharded_memory_gib out",
+                hint="set reshard_after_forward: auto, or remove unsharded_memory_gib",
             )
         switch = self._first_offload
         if switch is not None and not row.shards:
@@ -243,7 +243,7 @@ class ShardingConfig(Settings):
                 f"{switch} moves shards to the host, but {row.name} has no shards",
                 switch,
                 "strategy",
-                hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {switch} out",
+                hint=f"use FULL_SHARD or SHARD_GRAD_OP, or remove {switch}",
             )
         if self.offload_optimizer_state is False and (self.offload_main_weights or self.offload_main_weights is None):
             main = "offload_main_weights" if self.offload_main_weights else "cpu_offload"
@@ -252,14 +252,14 @@ class ShardingConfig(Settings):
                     f"{main} makes the optimizer update main weights on the host, but its state is on the device",
                     "offload_optimizer_state",
                     main,
-                    hint="leave offload_optimizer_state out",
+                    hint="remove offload_optimizer_state",
                 )
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             raise CombinationError(
                 "cpu_ram_efficient_loading without sync_module_states would train on empty weights",
                 "sync_module_states",
                 "cpu_ram_efficient_loading",
-                hint="leave sync_module_states out",
+                hint="remove sync_module_states",
             )
         return self
 
@@ -305,7 +305,7 @@ class ShardingConfig(Settings):
                 "unsharded",
                 "reshard_after_forward",
                 "strategy",
-                hint="use FULL_SHARD or HYBRID_SHARD, or leave reshard_after_forward out",
+                hint="use FULL_SHARD or HYBRID_SHARD, or remove reshard_after_forward",
             )
         if self.reshard_after_forward is None:
             return row
@@ -317,7 +317,7 @@ class ShardingConfig(Settings):
             + ("keeps parameters unsharded" if row.shards else "does not shard anything"),
             "reshard_after_forward",
             "strategy",
-            hint="leave reshard_after_forward out, or use FULL_SHARD",
+            hint="remove reshard_after_forward, or use FULL_SHARD",
         )
 
     def resolved_shard_size(self, local_world_size: int) -> int | None:

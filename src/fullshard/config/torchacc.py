@@ -54,7 +54,7 @@ def _shard_size(size: Any) -> Settings:
 
 
 def _annotates(_value: Any) -> Settings:
-    require_xla("a callable that annotates outputs", "leave it out; every rank has its own outputs")
+    require_xla("a callable that annotates outputs", "remove it; every rank has its own outputs")
     return {}
 
 
@@ -72,7 +72,7 @@ def _as_set(value: object) -> object:
 
 def _as_order(value: object) -> object:
     if not isinstance(value, list) or sorted(value, key=str) != sorted(AXES):
-        raise ConfigError(f"expected {list(AXES)} in any order, got {value!r}", hint="name each of the four axes once")
+        raise ConfigError(f"expected {list(AXES)} in any order, got {value!r}", hint="list each of the four axes once")
     return value
 
 
@@ -410,7 +410,7 @@ def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
             f"dist.dp.size = {replicas.value} times dist.fsdp.size = {shard.value} is {replicas.value * shard.value}, "
             f"but the world size is {world_size}"
         )
-        problems.append(Problem((replicas.origin, shard.origin), message, "leave dp.size out; it is computed"))
+        problems.append(Problem((replicas.origin, shard.origin), message, "remove dp.size; it is computed"))
     elif order is not None and 1 < shard.value < world_size and order.value.index("dp") > order.value.index("fsdp"):
         message = (
             f"dist.topology = {shown(order.value)} puts replicas next to each other, but shard groups must be adjacent"

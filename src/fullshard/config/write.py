@@ -125,6 +125,6 @@ def save_text(text: str, path: Path, *, overwrite: bool) -> None:
                 path.unlink()
             raise
     except FileExistsError:
-        raise ConfigError(f"{path} already exists", hint="name another file, or pass --overwrite") from None
+        raise ConfigError(f"{path} already exists", hint="choose another file, or pass --overwrite") from None
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name another file") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another file") from None

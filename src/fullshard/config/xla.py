@@ -40,7 +40,7 @@ XLA_SETTINGS = Dialect(
             *("sharding_groups", "sharding_rank", "sharding_world_size"),
         ),
         *refused(
-            "it is a Python object or a debugging aid of XLA",
+            "it is a Python object or a debugging aid for XLA",
             *("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
             *("_debug_dummy_forward_pass", "_debug_print", "_debug_dummy_all_gather_op"),
             *("_debug_dummy_all_reduce_op", "_debug_dummy_reduce_scatter_op", "_debug_dummy_optimization_barrier_op"),
@@ -66,7 +66,7 @@ def require_xla(what: str, otherwise: str) -> Settings:
 
 def asks_for_xla(value: Any) -> Settings:
     """Read a boolean that requests PyTorch/XLA."""
-    return require_xla("true", "leave it out") if values.boolean(value) else {}
+    return require_xla("true", "remove it") if values.boolean(value) else {}
 
 
 XLA_KEYS = (

@@ -87,7 +87,7 @@ class BucketLayout:
         of elements that must stay on the same rank, such as those of a row; None means as many as fill 16 bytes.
         """
         if world_size < 1 or itemsize < 1 or (ALIGNMENT_NBYTES % itemsize and itemsize % ALIGNMENT_NBYTES):
-            raise LayoutError(f"cannot lay out items of {itemsize} bytes over {world_size} ranks")
+            raise LayoutError(f"cannot lay out items of {itemsize} bytes across {world_size} ranks")
         alignment = max(1, ALIGNMENT_NBYTES // itemsize if atom is None else atom)
         offsets, end = [], 0
         for spec in specs:

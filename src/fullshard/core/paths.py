@@ -18,8 +18,8 @@ _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".md", ".py", ".bin", ".safetensors", ".arrow")
 _HINTS = {
     "file": "write only the path, without file://",
-    "http": "name a model or dataset of the hub without its address: ORGANIZATION/NAME",
-    "hf": "name a model or dataset of the hub without its address: ORGANIZATION/NAME",
+    "http": "pass a model or dataset on the hub without its address, as ORGANIZATION/NAME",
+    "hf": "pass a model or dataset on the hub without its address, as ORGANIZATION/NAME",
 }
 _LONGEST_NAME = 255
 _ELSEWHERE = (
@@ -43,7 +43,7 @@ def check_path(written: str) -> None:
     for part in written.split("/"):
         if len(os.fsencode(part)) > _LONGEST_NAME:
             raise ConfigError(
-                f"{cut(written, 300)!r} contains a name of {len(part)} characters, but file systems allow "
+                f"{cut(written, 300)!r} contains a name of {len(part)} characters, but file systems allow at most "
                 f"{_LONGEST_NAME} bytes",
                 hint="check the quotes around the path and the arguments next to it",
             )

@@ -113,15 +113,15 @@ class Strategy:
         elif shard_size is None:
             raise ConfigError(
                 f"{self.name} requires the number of ranks per shard group (world size {world_size})",
-                hint="set shard_size, usually to the number of devices in one host",
+                hint="set shard_size, usually to the number of devices per host",
             )
         else:
             expected = shard_size
         if shard_size not in (None, expected):
             raise ConfigError(
-                f"{self.name} has a shard group of {expected} ranks at world size {world_size}, "
-                f"got shard_size = {shard_size}",
-                hint="leave shard_size out, or use HYBRID_SHARD",
+                f"{self.name} has a shard group of {expected} ranks at world size {world_size}, got shard_size = "
+                f"{shard_size}",
+                hint="remove shard_size, or use HYBRID_SHARD",
             )
         return replicas(world_size, expected), expected
 

@@ -69,7 +69,7 @@ class Simulation:
             for es in (self.events, self.predicted)
         )
         if idle := [unit for unit in planned if unit not in ran]:
-            return [f"{len(idle)} planned units did not run, {idle[0]} the first: a simulation feeds tokens alone"]
+            return [f"{len(idle)} planned units did not run, the first is {idle[0]}: a simulation passes only tokens"]
         found = []
         # The saved tensors of a model depend on its kernels, and the meta device has others.
         events, predicted = ([e for e in es if e.what != "activations"] for es in (self.events, self.predicted))

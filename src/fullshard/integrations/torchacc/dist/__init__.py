@@ -90,7 +90,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     if replicas and sorted(replicas) != list(range(environment.world_size)):
         raise ConfigError(
             f"rendezvous({tag!r}) with ranks {list(replicas)} of {environment.world_size} is not supported",
-            hint="leave replicas out; all ranks must take part",
+            hint="omit replicas; all ranks must take part",
         )
     met = all_gather_object((tag, payload))
     for other, (their_tag, _) in enumerate(met):
