@@ -197,5 +197,5 @@ def test_4_bit_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"requests bitsandbytes' layers, but quantize or dequantize replaces"):
         load("", whole[name], quantization_config=BitsAndBytesConfig(load_in_4bit=True), quantize="nf4")
     said |= {"load_in_4bit": False, "load_in_8bit": True}
-    with pytest.raises(ConfigError, match=r"already quantised \(bitsandbytes, 8 bits\)"):
+    with pytest.raises(ConfigError, match=r"already quantised \(bitsandbytes, 8-bit\)"):
         load("", whole[name])
