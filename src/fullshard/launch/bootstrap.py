@@ -111,7 +111,10 @@ def leave_stacks() -> None:
         return
     import contextlib
     import faulthandler
+    import signal
 
+    # An exiting interpreter removes the handler below and restores this one. The default would end the process.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         # The file stays open, because a signal handler must not open files.
         _kept.append(open(os.path.join(directory, f"stack-{os.getpid()}"), "w", encoding="utf-8"))  # noqa: SIM115

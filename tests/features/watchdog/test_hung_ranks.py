@@ -147,6 +147,21 @@ def test_the_stack_is_the_main_threads_whoever_got_the_signal(tmp_path: Path) ->
     assert "in waits_here" in text and "threading.py" not in text
 
 
+EXITS = """
+import faulthandler, os
+from fullshard.launch.bootstrap import STACK_SIGNAL, leave_stacks
+
+leave_stacks()
+assert faulthandler.unregister(STACK_SIGNAL)  # as an interpreter does that exits
+os.kill(os.getpid(), STACK_SIGNAL)
+"""
+
+
+def test_a_process_that_exits_is_not_ended_by_the_question_where_it_is(tmp_path: Path) -> None:
+    with started(sys.executable, "-c", EXITS, cwd=tmp_path, **{PREEMPTION_DIR: str(tmp_path)}) as process:
+        assert process.wait(timeout=30) == 0
+
+
 LAST = '  File "b.py", line 2 in b\n'
 
 
