@@ -5,12 +5,17 @@ pytest tests/integrations/test_expert_parallelism.py
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -20,13 +25,19 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from fullshard.checkpoint import full_state_dict
+from fullshard.api.late_adapters import shard_adapters
+from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint
+from fullshard.checkpoint.offline import compare, open_source
 from fullshard.core.errors import ConfigError
 from fullshard.integrations.transformers.at_load import load_sharded
+from tests.differential import TOLERANCE
 from tests.distributed import preload, run_ranks
+from tests.integrations.test_sharded_at_load import SCRIPT, run
+from tests.trl_runs import VOCABULARY, write_model
 
 preload("fullshard.integrations.transformers.at_load", "transformers.distributed.expert_parallel")
 
+SFT_SCRIPT = SCRIPT.with_name("sft_distributed_config.py")
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -90,8 +101,9 @@ def train(
             loss = model(input_ids=tokens[rows], labels=labels[rows], num_items_in_batch=count).loss
             (loss * ranks).backward()
             total += loss.detach()
-        if ranks > 1:
+        if dist.is_initialized():
             dist.all_reduce(total)
+            total /= dist.get_world_size() // ranks  # a tensor-parallel group has one batch
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -146,3 +158,161 @@ def test_training_equals_one_process(name: str, ranks: int, tmp_path: Path) -> N
     plain = load(path, None)
     expected = train(plain, adam(plain), range(STEPS)), plain.state_dict()
     run_ranks(check_equal, ranks, path, EP[ranks], expected)
+
+
+# -- other meshes ----------------------------------------------------------------------------------------------------
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "fsdp2": (2, {"fsdp_size": 2}),
+    "ep2": (2, EP[2]),
+    "ep2 x fsdp2": (4, EP[4]),
+    "ep2 x replicas": (4, {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}),
+    "ep4, tp2": (4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
+}
+
+
+def shares(sizes: dict[str, Any]) -> tuple[int, int]:
+    """Return this rank's place among the ranks with different batches, and their number."""
+    tiles = sizes.get("tp_size", 1)
+    return dist.get_rank() // tiles, dist.get_world_size() // tiles
+
+
+def check_saved(path: str, sizes: dict[str, Any], directory: str) -> list[tuple[float, float]]:
+    model = load(path, sizes)
+    optimizer = adam(model)
+    history = train(model, optimizer, range(2), *shares(sizes))
+    save_checkpoint(directory, model=model, optimizer=optimizer)
+    export_hf(f"{directory}-exported", model=model)
+    return history + train(model, optimizer, range(2, 3), *shares(sizes))
+
+
+def check_resumed(path: str, sizes: dict[str, Any], directory: str) -> list[tuple[float, float]]:
+    model = load(path, sizes)
+    optimizer = adam(model)
+    load_checkpoint(directory, model=model, optimizer=optimizer)
+    save_checkpoint(f"{directory}-again", model=model, optimizer=optimizer, overwrite=True)
+    return train(model, optimizer, range(2, 3), *shares(sizes))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saver", list(MESHES))
+def test_each_mesh_resumes_on_every_other(saver: str, tmp_path: Path) -> None:
+    path = saved("qwen3_moe", tmp_path)
+    plain = load(path, None)
+    optimizer = adam(plain)
+    expected = train(plain, optimizer, range(2))
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    expected += train(plain, optimizer, range(2, 3))
+    ranks, sizes = MESHES[saver]
+    directory = str(tmp_path / "saved")
+    history = run_ranks(check_saved, ranks, path, sizes, directory)[0]
+    torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=2e-6, atol=0)
+    for name, value in load(f"{directory}-exported", None).state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=2e-6, msg=name)
+    for ranks, sizes in MESHES.values():
+        resumed = run_ranks(check_resumed, ranks, path, sizes, directory)[0]
+        torch.testing.assert_close(torch.tensor(resumed), torch.tensor(expected[2:]), rtol=2e-6, atol=0)
+        with open_source(directory) as before, open_source(f"{directory}-again") as after:
+            assert not list(compare(before, after)), "weights and optimizer state"
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS: dict[str, dict[str, Any]] = {
+    "parameters": {"target_modules": ["q_proj", "v_proj"], "target_parameters": STACKED},
+    "all-linear": {"target_modules": "all-linear"},
+    "biases": {"target_modules": [], "target_parameters": [*STACKED, "mlp.experts.down_proj_bias"]},
+}
+
+
+def adapted(model: Any, target: str) -> Any:
+    torch.manual_seed(4)
+    return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **TARGETS[target]))
+
+
+def check_adapters(
+    path: str, sizes: dict[str, Any], target: str, options: dict[str, Any], directory: str
+) -> tuple[Any, Any]:
+    model = adapted(load(path, sizes, **options), target)
+    shard_adapters(model)
+    history = train(model, adam(model), range(STEPS), *shares(sizes))
+    model.save_pretrained(directory, is_main_process=dist.get_rank() == 0)
+    return history, {name: value for name, value in full_state_dict(model).items() if "lora_" in name}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # PEFT sets them itself
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("qwen3_moe", "parameters"), ("qwen3_moe", "all-linear"), ("gpt_oss", "parameters"), ("gpt_oss", "biases")],
+)
+def test_adapters_on_experts_equal_one_process(name: str, target: str, tmp_path: Path) -> None:
+    path = saved(name, tmp_path)
+    plain = adapted(load(path, None), target)
+    assert any("experts" in name for name, parameter in plain.named_parameters() if parameter.requires_grad)
+    expected = train(plain, adam(plain), range(STEPS))
+    for ranks, sizes in EP.items():
+        directory = str(tmp_path / f"{ranks}")
+        history, weights = run_ranks(check_adapters, ranks, path, sizes, target, {}, directory)[0]
+        torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=2e-6, atol=0)
+        again = PeftModel.from_pretrained(load(path, None), directory).state_dict()
+        for key, value in weights.items():
+            torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-5, atol=2e-6, msg=key)
+            assert torch.equal(again[key], value), key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_adapters_on_experts_in_4_bits(name: str, tmp_path: Path) -> None:
+    path, options = saved(name, tmp_path), {"quantize": "nf4"}
+    place = str(tmp_path / "adapter")
+    expected, weights = run_ranks(check_adapters, 1, path, {}, "parameters", options, place)[0]
+    for ranks, sizes in EP.items():
+        history, got = run_ranks(check_adapters, ranks, path, sizes, "parameters", options, place)[0]
+        torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=2e-6, atol=0)
+        for key, value in weights.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-5, atol=2e-6, msg=key)
+
+
+# -- Trainer and TRL ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_trainer_script_runs_unchanged(name: str, tmp_path: Path) -> None:
+    path, output = saved(name, tmp_path), tmp_path / "alone"
+    output.mkdir()
+    subprocess.run([sys.executable, str(SCRIPT), path, str(output), "{}", "4", "anew"], check=True, timeout=200)
+    expected = json.loads((output / "history.json").read_text())["history"]
+    run(Path(path), tmp_path / "out", 4, EP[4], 2)
+    history = run(Path(path), tmp_path / "out", 2, EP[2], 4, "resume")
+    for got, step in zip(history, expected, strict=True):
+        assert got == pytest.approx(step, rel=TOLERANCE)
+    plain, final = load(str(output / "final"), None).state_dict(), load(str(tmp_path / "out/final"), None).state_dict()
+    for key, value in plain.items():
+        torch.testing.assert_close(final[key], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_an_sft_script_runs_unchanged(how: str, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    path, output = tmp_path / "model", tmp_path / "alone"
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**{**SHAPE, **MOE, "vocab_size": VOCABULARY}, head_dim=8, num_experts=8, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    output.mkdir()
+    arguments = [str(path), str(output), "{}", "3", how]
+    subprocess.run([sys.executable, str(SFT_SCRIPT), *arguments], check=True, timeout=200)
+    expected = json.loads((output / "history.json").read_text())["history"]
+    for ranks, sizes in EP.items():
+        history = run(path, tmp_path / f"{ranks}", ranks, sizes, 3, how, script=SFT_SCRIPT)
+        for got, step in zip(history, expected, strict=True):
+            assert got == pytest.approx(step, rel=TOLERANCE)
+        file = "adapter_model.safetensors" if how == "lora" else "model.safetensors"
+        final, plain = (load_file(tmp_path / each / "final" / file) for each in (f"{ranks}", "alone"))
+        assert final.keys() == plain.keys()
+        for key, value in plain.items():
+            torch.testing.assert_close(final[key], value, rtol=1e-3, atol=1e-4)

@@ -57,14 +57,22 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     }
 
 
-def run(model: Path, output: Path, ranks: int, sizes: dict[str, int], steps: int, resume: str = "anew") -> list[Any]:
+def run(
+    model: Path,
+    output: Path,
+    ranks: int,
+    sizes: dict[str, int],
+    steps: int,
+    resume: str = "anew",
+    script: Path = SCRIPT,
+) -> list[Any]:
     arguments = [str(model), str(output), json.dumps(sizes), str(steps), resume]
     done = launch(
         "--num_processes",
         str(ranks),
         "--mixed_precision",
         "no",
-        str(SCRIPT),
+        str(script),
         *arguments,
         cwd=output.parent,
         timeout=200,

@@ -34,6 +34,7 @@ from fullshard.api.accelerates import compilation, own_plugin, take_changes
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
 from fullshard.api.elastic import accumulation_steps
+from fullshard.api.late_adapters import is_sharded_inside, shard_adapters
 from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
 from fullshard.api.options import ProjectConfiguration, handlers_by_name
@@ -299,7 +300,10 @@ class Accelerator(Loaders, Reporting):
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
             plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
             options = {"plugin": plugin, "autocast": self.autocast_handler, "device_mesh": device_mesh}
-            model = shard(model, self._config, self.process, self._say, **options)
+            if is_sharded_inside(model):
+                shard_adapters(model)
+            else:
+                model = shard(model, self._config, self.process, self._say, **options)
             for optimizer in self._optimizers:
                 repoint(optimizer.optimizer)
                 self._step_in_backward(optimizer.optimizer)

@@ -33,7 +33,7 @@ from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
 from fullshard.core.process import read_status
 from fullshard.features import fully_shard
-from fullshard.features.meta_device.initialize import _take_from_rank_0
+from fullshard.features.meta_device.initialize import take_from_rank_0
 from fullshard.features.watchdog import WATCHDOG, watchdog
 from fullshard.features.watchdog.status import read_statuses
 from fullshard.features.watchdog.watchdog import Watchdog, keep_status_in, seconds_to_wait, stall_seconds
@@ -241,7 +241,7 @@ def waits_of_a_step() -> list[str]:
         patch.setattr(ProgressRecord, "enter", note)
         model: Any = nn.Linear(8, 8)
         fully_shard(model)
-        _take_from_rank_0([torch.ones(2), torch.ones(3)], init_mesh())  # a wait each: it may take long
+        take_from_rank_0([torch.ones(2), torch.ones(3)], init_mesh())  # a wait each: it may take long
         optimizer, scaler = Muon(model), torch.amp.GradScaler("cpu")
         scaler.scale(model(torch.ones(2, 8)).sum()).backward()
         scaler.unscale_(optimizer)

@@ -115,7 +115,7 @@ def materialize(
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         real = [slot.parameter for slot in plan.slots if id(slot) not in deferred]
         parameters = [tensor for parameter in real for tensor in kind_of(parameter).tensors(parameter)]
-        _take_from_rank_0(parameters + buffers, mesh)
+        take_from_rank_0(parameters + buffers, mesh)
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
@@ -197,7 +197,8 @@ def _default_init(model: nn.Module, roots: Iterable[nn.Module]) -> InitFunction:
     return init
 
 
-def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
+def take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
+    """Copy the values of the mesh's first rank to all its ranks, in place. All ranks must call this."""
     if mesh.world_group is None:
         return
     lines = [f"tensor {i}: {tuple(t.shape)} {t.dtype}" for i, t in enumerate(tensors)]

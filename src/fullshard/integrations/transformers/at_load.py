@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.api.late_adapters import let_adapters_in
 from fullshard.checkpoint import pretrained
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.comm.device import current
@@ -109,7 +110,7 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         if config.fsdp_mixed_precision
         else None,
         offload_policy=CPUOffloadPolicy() if config.fsdp_cpu_offload else None,
-        mesh=init_mesh(device_mesh=None if device_mesh is None else device_mesh["dp_replicate", "fsdp"]),
+        mesh=init_mesh(device_mesh=None if device_mesh is None else device_mesh[_data_axes(config)]),
         other_meshes=experts,
     )
     for each in experts:
@@ -166,10 +167,17 @@ def _distribute(model: Any, config: Any, dense: DeviceMesh, plan: dict[str, str]
         )
     sizes = (config.dp_replicate_size, config.efsdp_size, config.ep_size)
     mesh = init_device_mesh(dense.device_type, sizes, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+    for each in experts:
+        let_adapters_in(each, mesh["ep"])
     home = importlib.import_module("transformers.distributed.expert_parallel")
     with _as_config_errors():
         home.apply_expert_parallelism(model, mesh["ep"], dense["tp"], plan, how)
     return dict.fromkeys(experts, init_mesh(device_mesh=mesh["dp_replicate", "efsdp"]))
+
+
+def _data_axes(config: Any) -> tuple[str, ...]:
+    """Return the axes to shard over. PEFT takes weights for split layers if a mesh has other axes than `fsdp`."""
+    return ("dp_replicate", "fsdp") if config.dp_replicate_size > 1 else ("fsdp",)
 
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
