@@ -30,7 +30,7 @@ from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, sa
 from fullshard.checkpoint.offline import compare, open_source
 from fullshard.core.errors import ConfigError
 from fullshard.integrations.transformers.at_load import load_sharded
-from tests.differential import TOLERANCE
+from tests.differential import EPS, TOLERANCE
 from tests.distributed import preload, run_ranks
 from tests.integrations.test_sharded_at_load import SCRIPT, run
 from tests.trl_runs import VOCABULARY, write_model
@@ -84,7 +84,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def adam(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=EPS)
 
 
 def train(
@@ -243,7 +243,7 @@ def check_adapters(
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # PEFT sets them itself
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # PEFT sets them itself
 @pytest.mark.parametrize(
     ("name", "target"),
     [("qwen3_moe", "parameters"), ("qwen3_moe", "all-linear"), ("gpt_oss", "parameters"), ("gpt_oss", "biases")],
@@ -256,7 +256,7 @@ def test_adapters_on_experts_equal_one_process(name: str, target: str, tmp_path:
     for ranks, sizes in EP.items():
         directory = str(tmp_path / f"{ranks}")
         history, weights = run_ranks(check_adapters, ranks, path, sizes, target, {}, directory)[0]
-        torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=2e-6, atol=0)
+        torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=1e-5, atol=0)
         again = PeftModel.from_pretrained(load(path, None), directory).state_dict()
         for key, value in weights.items():
             torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-5, atol=2e-6, msg=key)
@@ -271,7 +271,7 @@ def test_adapters_on_experts_in_4_bits(name: str, tmp_path: Path) -> None:
     expected, weights = run_ranks(check_adapters, 1, path, {}, "parameters", options, place)[0]
     for ranks, sizes in EP.items():
         history, got = run_ranks(check_adapters, ranks, path, sizes, "parameters", options, place)[0]
-        torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=2e-6, atol=0)
+        torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=1e-5, atol=0)
         for key, value in weights.items():
             torch.testing.assert_close(got[key], value, rtol=1e-5, atol=2e-6, msg=key)
 

@@ -113,6 +113,7 @@ def check_gradients(path: str, sizes: dict[str, int]) -> None:
     tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model: Any = load_sharded(type(plain), path, sizes, dtype=torch.float32)
+    assert model.config.name_or_path == path
     for one in (plain, model):
         one(input_ids=tokens, labels=tokens).loss.backward()
     for name, parameter in plain.named_parameters():

@@ -27,8 +27,10 @@ def main(path: str, output: str, given: str, steps: str, how: str) -> None:
     ]
     arguments = SFTConfig(
         output, use_cpu=True, bf16=False, max_steps=int(steps), per_device_train_batch_size=4 // ways, seed=5,
-        gradient_accumulation_steps=2, learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=1,
-        save_strategy="no", disable_tqdm=True, report_to=[], gradient_checkpointing=how == "lora",
+        gradient_accumulation_steps=2, learning_rate=1e-2, adam_epsilon=1e-3,
+        lr_scheduler_type="constant", logging_steps=1, save_strategy="no", disable_tqdm=True, report_to=[],
+        # Each rank balances its own batch, as with data parallelism alone, so this loss is not that of one process.
+        router_aux_loss_coef=0.0, gradient_checkpointing=how == "lora",
         model_init_kwargs=options if how == "full" else None,
     )  # fmt: skip
     model: Any = path if how == "full" else AutoModelForCausalLM.from_pretrained(path, **options)

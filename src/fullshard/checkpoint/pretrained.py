@@ -117,6 +117,7 @@ def from_pretrained(
         # Options of the configuration (num_labels, rope_scaling, ...) are set there; the others go to the model.
         source = transformers.AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
         config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
+        config.name_or_path = str(name_or_path)  # TRL finds the tokenizer there, and PEFT records it
     config, quantisation = without_quantisation(config, quantization_config, directory)
     stored = dict(stored_tensors(directory))
     is_decoded = dequantize or is_to_be_decoded(quantization_config)

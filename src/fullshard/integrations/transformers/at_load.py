@@ -99,7 +99,8 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         )
         model.tie_weights()
     experts = {} if device_mesh is None or _ep_size(config) == 1 else _distribute(model, config, device_mesh, ep_plan)
-    model._tp_size, model._fsdp_size = config.tp_size, config.fsdp_size
+    # PEFT takes any size, even 1, for split layers.
+    model._tp_size, model._fsdp_size = config.tp_size if config.tp_size > 1 else None, config.fsdp_size
     # Parameters that the plan keeps unsharded until backward belong to the outermost unit, which keeps them too.
     units = [model.get_submodule(name) for name, style in fsdp_plan.items() if style == "free_full_weight"]
     shard_model(
