@@ -77,7 +77,7 @@ def test_what_a_killed_launcher_has_left_is_removed(tmp_path: Path, monkeypatch:
 
 
 def test_refused_where_it_would_be_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="but it did not start this process"):
+    with pytest.raises(ConfigError, match="but this process was not started by it"):
         MemoryCopies(4)
     monkeypatch.setenv(COPIES_DIR.name, str(tmp_path))
     with pytest.raises(ConfigError, match="the launcher will not restart the processes"):

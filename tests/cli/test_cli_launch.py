@@ -210,7 +210,7 @@ def test_device_of_a_rank() -> None:
         rank_device(RankEnvironment(), "npu")
     if not torch.cuda.is_available():
         assert rank_device(RankEnvironment(), "auto") == torch.device("cpu")
-        with pytest.raises(ConfigError, match="no CUDA device for local rank 0: this host has 0"):
+        with pytest.raises(ConfigError, match="local rank 0 has no CUDA device: this host has 0"):
             rank_device(RankEnvironment(), "cuda")
 
 

@@ -160,5 +160,5 @@ def test_all_other_models_are_loaded_as_before() -> None:
     replace_from_pretrained(SimpleNamespace(PreTrainedModel=Theirs))
     assert Own.from_pretrained("path", 1, dtype="auto") == (Own, "path", (1,), {"dtype": "auto"})
     assert Own.from_pretrained(pretrained_model_name_or_path="path") == (Own, "path", (), {})
-    with pytest.raises(ConfigError, match="1 further positional arguments"):
+    with pytest.raises(ConfigError, match="1 unexpected positional arguments"):
         Own.from_pretrained("path", 1, distributed_config={"fsdp_size": 1})

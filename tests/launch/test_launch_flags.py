@@ -238,7 +238,7 @@ def test_what_does_nothing_with_the_rest_is_said() -> None:
 def test_processes_that_find_no_gpu_do_not_go_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan("-n", "8", SLURM_GPUS_ON_NODE="8")
     monkeypatch.setattr(os, "environ", {**os.environ, **hand_over(made.handed_over(), tmp_path / "config.json")})
-    with pytest.raises(ConfigError, match="no CUDA device for local rank 0: this host has 0"):
+    with pytest.raises(ConfigError, match="local rank 0 has no CUDA device: this host has 0"):
         Accelerator()
     assert ProcessState.start(device="cpu").device.type == "cpu"
 
@@ -284,7 +284,7 @@ def test_streams_are_checked(tmp_path: Path) -> None:
         ([], "no script was given"),
         (["-m", ""], "no script was given"),
         (["trian.py"], "the script trian.py does not exist\nhint: choose a script in .: train.py"),
-        (["."], "the directory . does not contain a __main__.py\nhint: give the path of a script"),
+        (["."], "the directory . does not contain a __main__.py\nhint: pass the path of a script"),
         *(
             (["--nproc_per_node", text, "train.py"], "--nproc_per_node: expected a number, auto, gpu or cpu")
             for text in ("all", "0", "-2", "1.5", "²", "9" * 5000)

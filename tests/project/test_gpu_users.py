@@ -143,7 +143,7 @@ def test_more_processes_than_gpus_are_refused(inputs: Path, tmp_path: Path) -> N
     data = ["--model", str(inputs / "config.json"), "--data", str(inputs / "data.txt"), "--output-dir", str(tmp_path)]
     done = run_python([*FULLSHARD, "train", "--nproc", str(count + 1), *data], tmp_path, environment(), 60)
     assert done.returncode != 0
-    assert f"there is no CUDA device for local rank {count}: this host has {count}" in done.stderr, done.stderr
+    assert f"local rank {count} has no CUDA device: this host has {count}" in done.stderr, done.stderr
 
 
 def train(device: str, inputs: Path, output: Path, *more: str) -> str:

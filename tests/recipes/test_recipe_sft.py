@@ -189,7 +189,7 @@ def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> N
     said = launch("verbatim", 2, {}, fails=True)
     for flag in ("append_concat_token", "add_special_tokens", "use_flash_attn", "dataset_text_field"):
         assert f"--{flag} has no effect" in said
-    assert f"the model is saved completely in {tmp_path / 'verbatim'}, but the push to the hub failed" in said
+    assert f"the model is saved in full in {tmp_path / 'verbatim'}, but pushing it to the hub failed" in said
     assert "hf upload" in said
 
     offline: dict[str, str | None] = {"push_to_hub": None}
@@ -242,7 +242,7 @@ def test_adapters_on_experts_quantised_at_rest(tmp_path: Path, place: Path) -> N
         )
         assert "nf4 at rest" in said and "have no adapter" not in said
     refused = [*small_run(tmp_path, tmp_path / "refused", *words), "--lora_dropout", "0.1"]
-    assert "lora_dropout != 0.\nhint: leave that option out (--lora_dropout 0)" in run(
+    assert "lora_dropout != 0.\nhint: remove that option (--lora_dropout 0)" in run(
         ["sft", "-n", "1", *refused], fails=True
     )
     assert close(losses(tmp_path / "2"), losses(tmp_path / "1"), 1e-5)
@@ -386,14 +386,14 @@ MIXED = {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "
     [
         (
             [CHAT, CHAT, NOTHING],
-            r"split train: row 3 has \[\] in the column messages, expected a text or a list of m.*\nhint",
+            r"split train: row 3 has \[\] in the column messages, expected text or a list of m.*\nhint",
         ),
         ([NOTHING], r"row 1 has \[\] in"),
         ([MIXED, NOTHING], r"row 2 has \[\] in"),
         ([CHAT, {"messages": None}], "row 2 has None in"),
         ([CHAT, {"messages": "hi"}], "row 2 has 'hi' in"),
         ([{"messages": ["hi"]}], r"row 1 has \['hi'\] in"),
-        ([{"text": None}, {"text": "a"}], "row 1 has None in the column text, expected a text"),
+        ([{"text": None}, {"text": "a"}], "row 1 has None in the column text, expected text"),
         ([{"text": None}], "row 1 has None in the column text"),
         ([{"text": "a"}, {"text": 5}], "row 2 has 5 in the column text"),
         ([{"text": 5}], "row 1 has 5 in the column text"),
@@ -401,7 +401,7 @@ MIXED = {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "
         ([{"text": "2024-01-01T00:00:00"}], "row 1 has "),  # which the reader takes for a time
         (
             [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
-            "row 2 has None in the column completion, expected a text or a list of messages",
+            "row 2 has None in the column completion, expected text or a list of messages",
         ),
         ([{"prompt": CHAT["messages"], "completion": []}], r"row 1 has \[\] in the column completion"),
     ],
@@ -563,10 +563,14 @@ def test_a_launcher_starts_again_what_was_killed(tmp_path: Path, place: Path, mo
 @pytest.mark.parametrize(
     ("environment", "words", "begun"),
     [
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, [], "holds checkpoint-2 of an earlier run"),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "False"], "holds checkpoint-2 of"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, [], "holds checkpoint-2 from an earlier run"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "False"], "holds checkpoint-2 from"),
         ({"FULLSHARD_ELASTIC": "1:2"}, ["--resume_from_checkpoint", "elsewhere/checkpoint-7"], "holds checkpoint-2"),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "out/checkpoint-1"], "holds checkpoint-2 of"),
+        (
+            {"TORCHELASTIC_MAX_RESTARTS": "3"},
+            ["--resume_from_checkpoint", "out/checkpoint-1"],
+            "holds checkpoint-2 from",
+        ),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "out/checkpoint-2"], "begun"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "True"], "begun"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--save_only_model", "True"], "begun"),

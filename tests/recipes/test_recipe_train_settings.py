@@ -355,7 +355,7 @@ def test_export_loads_at_any_settings(run: Runner, tmp_path: Path) -> None:
     ("changes", "kind", "message"),
     [
         ({"data": "./nowhere"}, ConfigError, r"--data: the file or directory './nowhere' does not exist"),
-        ({"batch_size": 100_000}, DataError, r"less than one batch of 100000\nhint: use more data"),
+        ({"batch_size": 100_000}, DataError, r"fewer than one batch of 100000\nhint: use more data"),
         ({"held_out": 0.0001}, DataError, r"at least one sequence of 16"),
         ({"seq_len": 65}, ConfigError, r"--seq-len 65 is more than the 64 positions"),
         (
@@ -365,7 +365,7 @@ def test_export_loads_at_any_settings(run: Runner, tmp_path: Path) -> None:
         ),
         ({"model": "{inputs}/data.txt"}, ConfigError, r"cannot read the configuration of a model"),
         ({"wrap": "LlamaDecoderLayr"}, WrapError, r"LlamaDecoderLayer"),
-        ({"device": "cuda"}, ConfigError, r"no CUDA device for local rank 0: this host has 0"),
+        ({"device": "cuda"}, ConfigError, r"local rank 0 has no CUDA device: this host has 0"),
     ],
     ids=str,
 )

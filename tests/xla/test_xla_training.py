@@ -241,7 +241,7 @@ def test_what_cannot_be_is_an_error(xla: Any, start: Net, tmp_path: Path) -> Non
     model = xla.prepare(copy.deepcopy(start))
     with pytest.raises(ConfigError, match="already sharded"):
         xla.prepare(model)
-    with pytest.raises(ConfigError, match="a batch of 6 samples cannot be divided over 4 devices"):
+    with pytest.raises(ConfigError, match="a batch of 6 samples cannot be split across 4 devices"):
         xla.shard_batch(torch.ones(6, 2), model)
     xla.save_checkpoint(tmp_path / "model", model)
     with pytest.raises(CheckpointError, match="does not contain an optimizer"):
@@ -328,7 +328,7 @@ def test_the_documents_torchacc_example(xla: Any) -> None:
             losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
     assert all(spec(parameter) for parameter in model.parameters())
-    with pytest.raises(AttributeError, match=r"has no 'save' if PyTorch/XLA"):
+    with pytest.raises(AttributeError, match=r"has no 'save' when training with PyTorch/XLA"):
         _ = torchacc.save
 
 

@@ -399,7 +399,7 @@ class Accelerator(Loaders, Reporting):
     ) -> Iterator[None]:
         """Do nothing without context parallelism, which is not supported yet."""
         if self._config.parallelism.cp_size > 1:
-            raise ConfigError("context parallelism is not supported yet", hint="leave cp_size out")
+            raise ConfigError("context parallelism is not supported yet", hint="remove cp_size")
         yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

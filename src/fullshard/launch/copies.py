@@ -37,11 +37,11 @@ def find_copies_directory() -> Path:
     name = COPIES_DIR.read()
     if not name:
         raise ConfigError(
-            "max_lost_steps needs fullshard's launcher, which holds the copies in host memory, but it did not start "
-            "this process",
+            "max_lost_steps needs fullshard's launcher, which holds the copies in host memory, but this process was "
+            "not started by it",
             hint=(
-                f"use `fullshard launch`, or `train` and `sft` with --nproc, on a system with {MEMORY}, or remove "
-                "max_lost_steps"
+                f"use `fullshard launch` (or `fullshard train` or `sft` with --nproc) on a system with {MEMORY}, or "
+                "remove max_lost_steps"
             ),
         )
     path = Path(name)

@@ -97,7 +97,7 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
     count = devices.count(kind)
     if environment.local_rank >= count:
         raise ConfigError(
-            f"there is no {kind.upper()} device for local rank {environment.local_rank}: this host has {count}",
+            f"local rank {environment.local_rank} has no {kind.upper()} device: this host has {count}",
             hint=f"start at most {count} processes per host, or use --device cpu" if count else "use --device cpu",
         )
     return devices.select(kind, environment.local_rank)

@@ -39,7 +39,7 @@ def _selection(name: str, text: str | None, is_kept: bool) -> Std | dict[int, St
     if text is None:
         return Std.NONE
     if not is_kept:
-        raise ConfigError(f"--{name} writes files, but no directory was given", hint="add --log_dir DIRECTORY")
+        raise ConfigError(f"--{name} writes to files, but --log_dir is not set", hint="add --log_dir DIRECTORY")
     try:
         return Std.from_str(text)
     except ValueError:

@@ -34,7 +34,7 @@ def resolve(host: str, timeout_seconds: float) -> str:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"main_process_ip is {host}, which cannot be resolved: {error.strerror}",
-                    hint="give the address of the host with machine rank 0",
+                    hint="set it to the address of the host with machine rank 0",
                 ) from None
             time.sleep(0.5)
 

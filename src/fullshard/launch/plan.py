@@ -90,7 +90,7 @@ def make_plan(
     if launch.is_elastic and elsewhere:
         raise ConfigError(
             f"--print needs a fixed number of hosts, got {launch.min_machines} to {launch.num_machines}",
-            hint="give a single number of hosts",
+            hint="set a single number of hosts",
         )
     if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
         device, devices = "cuda", launch.num_processes // launch.num_machines
@@ -140,7 +140,7 @@ def _taken(line: CommandLine) -> dict[str, str]:
         )
     if line.kind == "program":
         raise ConfigError(
-            f"{entry.origin} has no effect on a program that is not Python's",
+            f"{entry.origin} has no effect on a program other than Python",
             hint="start Python inside the program with `python -m fullshard.take script.py`",
         )
     return {TAKE.name: str(entry.value)}
@@ -251,10 +251,7 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
 def script_exists(line: CommandLine) -> None:
     """Raise `ConfigError` if no script was named, or if the script does not exist."""
     if not line.target:  # an empty shell variable does not name a script either
-        raise ConfigError(
-            "no script was given",
-            hint="run `fullshard launch [flags] script.py [arguments of the script]`",
-        )
+        raise ConfigError("no script was given", hint="run `fullshard launch [flags] script.py [script arguments]`")
     path = Path(line.target)
     if line.kind == "script" and not path.exists():
         close = sorted(file.name for file in Path(path.parent).glob("*.py"))[:8] if path.parent.is_dir() else []
@@ -267,5 +264,5 @@ def script_exists(line: CommandLine) -> None:
     if line.kind == "script" and path.is_dir() and not (path / "__main__.py").is_file():
         raise ConfigError(
             f"the directory {line.target} does not contain a __main__.py",
-            hint="give the path of a script",
+            hint="pass the path of a script",
         )

@@ -34,7 +34,7 @@ def check_count(nproc: int, said_by: str = "") -> None:
     if nproc > (most := _MOST_PER_PROCESSOR * processors):
         raise ConfigError(
             f"{said_by}{nproc} processes are too many for this host, which has {processors} processors",
-            hint=f"use at most {most}; more than two per processor are slow and only useful for trials",
+            hint=f"use at most {most}; running more than two per processor is slow and only useful for trials",
         )
 
 

@@ -36,8 +36,8 @@ def open_store(address: str, port: int = 0) -> TCPStore:
         if error.errno != errno.EADDRINUSE:
             raise
         raise ConfigError(
-            f"port {port} of {address} is in use",
-            hint="give another --main_process_port, or omit the option",
+            f"port {port} on {address} is already in use",
+            hint="choose a different --main_process_port, or omit the option",
         ) from None
     port = listening.getsockname()[1]
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

@@ -499,7 +499,7 @@ class RendezvousClient:
         self.failed = True
         raise CommunicationError(
             f"the other hosts did not join at {_shown(self._where)} within {self._timeout:.0f} seconds",
-            hint="start `fullshard launch` on every host, or wait longer with --rdzv_conf join_timeout=SECONDS",
+            hint="start `fullshard launch` on every host, or set a longer time with --rdzv_conf join_timeout=SECONDS",
         )
 
     def report(self, order: tuple[float, float], text: str) -> RootCause | None:

@@ -40,8 +40,8 @@ def take() -> None:
     home = import_module(HOME)
     if missing := [name for name in NAMES if not hasattr(home, name)]:
         raise ConfigError(
-            f"{HOME} of torch {import_module('torch').__version__} has no {', '.join(missing)}, so fullshard's cannot "
-            f"take its place",
+            f"{HOME} of torch {import_module('torch').__version__} has no {', '.join(missing)}, so --take cannot "
+            "replace it",
             hint="use a version of torch that docs/compatibility.md lists, or run the program without --take",
         )
     theirs = {name: getattr(home, name) for name in NAMES}

@@ -31,7 +31,7 @@ def require_plots() -> None:
     """Raise `MissingExtraError` if charts cannot be drawn, so that a long training run does not fail at its end."""
     for package in ("matplotlib", "jinja2"):
         if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(package, extra="plots", purpose="drawing the charts of a report")
+            raise MissingExtraError(package, extra="plots", purpose="drawing charts for a report")
 
 
 def line_chart(unit: str, lines: Sequence[Line]) -> str:

@@ -24,7 +24,7 @@ from fullshard.core.paths import local_path
 from fullshard.observe.metrics import read_metrics
 
 _TRAINER_STATE = "trainer_state.json"
-_LEFT_OUT = "move it away to leave it out of the report"
+_LEFT_OUT = "move it away to exclude it from the report"
 _MOST_NBYTES = 256 * MIB
 _LARGEST = 1e100
 """Larger values are not drawn, like those that are not finite."""

@@ -141,14 +141,15 @@ class TrainArguments(View):
             raise ConfigError(f"--micro-batch-size {self.micro_batch_size} is more than --batch-size {self.batch_size}")
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
-                "--loss-chunk cannot be used with --compile and --wrap none: the head would be in the compiled graph"
+                "--loss-chunk cannot be used with --compile and --wrap none: the head would be part of the compiled "
+                "graph",
             )
         if self.ema_decay is not None and self.check_plan:
             raise ConfigError(
                 "--check-plan cannot be used with --ema-decay: the plan does not include the weight average"
             )
         if self.step_in_backward and self.max_grad_norm:
-            what = f"--step-in-backward uses gradients up before their norm is clipped to {self.max_grad_norm:g}"
+            what = f"--step-in-backward consumes gradients before their norm is clipped to {self.max_grad_norm:g}"
             raise ConfigError(what, hint="add --max-grad-norm 0")
         _ = self.checkpoints  # refuses a URL of an unknown store
         super().check()

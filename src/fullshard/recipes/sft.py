@@ -75,7 +75,7 @@ def run(arguments: SFTArguments) -> Any:
                 why = f"{type(error).__name__}: {cut(str(error), 300)}"
                 hint = f"push it later with: hf upload {training.hub_model_id or 'USER/NAME'} {output}"
                 raise HubError(
-                    f"the model is saved completely in {output}, but the push to the hub failed: {why}",
+                    f"the model is saved in full in {output}, but pushing it to the hub failed: {why}",
                     hint=hint,
                 ) from error
         return trainer
@@ -141,8 +141,8 @@ def make_trainer(arguments: SFTArguments) -> Any:
         if "ParamWrapper does not work with" not in str(error):
             raise
         raise ConfigError(
-            f"the adapters include those of stacked experts, and PEFT's {error}",
-            hint="leave that option out (--lora_dropout 0), or name other --lora_target_modules than experts",
+            f"some adapters are on stacked experts, and PEFT's {error}",
+            hint="remove that option (--lora_dropout 0), or choose --lora_target_modules without experts",
         ) from error
 
 
@@ -194,7 +194,7 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
     except Exception as error:  # from pyarrow, its JSON reader, the hub or the file system
         raise DataError(
             f"{path} cannot be read: {error.__cause__ or error}",
-            hint="use a directory with train.jsonl or train.parquet, a single such file, or a dataset on the hub",
+            hint="use a directory with train.jsonl or train.parquet, one such file, or a dataset on the hub",
         ) from error
     data = []
     for split, is_needed in (
@@ -227,8 +227,8 @@ def _checked(rows: Any, where: str, text: str) -> Any:
             is_chat = isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value)
             if not (is_chat or (isinstance(value, str) and name != "messages")):
                 raise DataError(
-                    f"{where}: row {number + 1} has {cut(repr(value), 200)} in the column {name}, expected a text or "
-                    f"a list of messages (the columns are {', '.join(held)})",
+                    f"{where}: row {number + 1} has {cut(repr(value), 200)} in the column {name}, expected text or a "
+                    f"list of messages (the columns are {', '.join(held)})",
                     hint="fix or remove the row, or select a text column with --dataset_text_field",
                 )
 
@@ -251,7 +251,7 @@ def _where_to_begin(training: Any) -> Any:
         return True
     if held and may_be_started_again() and asked is not True and Path(asked or "").resolve() != held[0].resolve():
         raise ConfigError(
-            f"{output} holds {held[0].name} of an earlier run, and a restart of this run would resume from it",
+            f"{output} holds {held[0].name} from an earlier run, and a restart of this run would resume from it",
             hint="use --resume_from_checkpoint True to resume from the newest checkpoint, or use another --output_dir",
         )
     return asked

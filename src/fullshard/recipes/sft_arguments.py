@@ -114,7 +114,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
 def _check(arguments: SFTArguments) -> None:
     script, own, training, model = arguments
     if script.dataset_streaming:
-        raise ConfigError("--dataset_streaming is not supported", hint="name a dataset that fits on the disk")
+        raise ConfigError("--dataset_streaming is not supported", hint="use a dataset that fits on the disk")
     if own.muon and training.optim_args:
         raise ConfigError("--optim_args is only for Transformers' own optimizers, but --optim is muon")
     require_trackers(training.report_to, "--report_to")

@@ -298,8 +298,8 @@ class Run:
         total = metrics.loss + (norm or 0.0 if arguments.precision != "fp16" else 0.0)
         if not (self.optimizer.step_was_skipped or math.isfinite(total)):
             raise NonFiniteError(
-                f"step {step} has loss {metrics.loss} and gradient norm {norm}, so the run has stopped; its last "
-                "checkpoint is older than this step",
+                f"step {step} has loss {metrics.loss} and gradient norm {norm}, so the run was stopped; its last "
+                "checkpoint is from an earlier step",
                 hint="lower --lr, or compute in bf16 or fp32",
             )
 
@@ -487,10 +487,10 @@ def require_same_run(paths: Sequence[Location], arguments: TrainArguments, check
     names = [name for name in (_STREAM if crc32c == checksum else _STREAM + _DATA) if saved.get(name) != now[name]]
     found = [f"{arguments.spelled(name)} was {saved.get(name)} and is {now[name]}" for name in names]
     if saved.get("ema_decay") is not None and arguments.ema_decay is None:  # loading ignores unrequested state
-        found.append(f"--ema-decay was {saved['ema_decay']} and is not given")
+        found.append(f"--ema-decay was {saved['ema_decay']} and is not set now")
     if found or crc32c != checksum:
         what = "; ".join(found) or "the data or the tokenizer has changed since"
-        hint = "use the same data and settings, use another --output-dir, or remove the checkpoints to start again"
+        hint = "use the same data and settings, use another --output-dir, or remove the checkpoints to start over"
         raise ConfigError(f"{path} belongs to another run: {what}", hint=hint)
     if step > arguments.steps:
         raise ConfigError(f"the checkpoint {path} was saved after {step} steps, but --steps is {arguments.steps}")

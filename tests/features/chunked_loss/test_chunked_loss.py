@@ -248,5 +248,5 @@ def test_what_does_not_fit_is_refused() -> None:
     adapted.lm_head = type("Lora", (nn.Linear,), {})(32, 97)
     with pytest.raises(WrapError, match="not a plain linear layer"):
         use_chunked_loss(adapted, tokens=4)
-    with pytest.raises(ConfigError, match="in the compiled graph"):
+    with pytest.raises(ConfigError, match="part of the compiled graph"):
         TrainArguments.of({"loss_chunk": 64, "compile": True, "wrap": "none"})

@@ -63,9 +63,12 @@ def require_scaler(model: nn.Module) -> None:
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise OptimizerError(
-                f"{type(optimizer).__name__} steps on a model that computes in float16, but has no loss scaler",
-                hint="use scaler = torchacc.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); "
-                "scaler.update(). Or use compute.bf16, which does not need a scaler",
+                f"{type(optimizer).__name__} updates a model that computes in float16, but it does not use a loss "
+                "scaler",
+                hint=(
+                    "use scaler = torchacc.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); "
+                    "scaler.update(). Or use compute.bf16, which does not need a scaler"
+                ),
             )
 
     register_optimizer_step_pre_hook(check)

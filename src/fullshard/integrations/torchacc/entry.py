@@ -113,7 +113,7 @@ def accelerate(
         raise ConfigError(f"{type(model).__name__} is already sharded", hint="call accelerate once per model")
     if dataloader is not None and not isinstance(dataloader, DataLoader):
         raise ConfigError(
-            f"dataloader is a {type(dataloader).__name__}, so its data cannot be divided over the ranks",
+            f"dataloader is a {type(dataloader).__name__}, so its data cannot be split across the ranks",
             hint="pass a torch.utils.data.DataLoader, or wrap the data of each rank in AsyncLoader",
         )
     check_sizes(config.entries(), joined().environment.world_size)
@@ -149,7 +149,7 @@ def _accelerator(model: nn.Module, config: Config, resolved: Resolved) -> Accele
             raise ConfigError(
                 f"config.memory.gc_cnt = {memory.gc_cnt}, but {type(model).__name__} has only {len(modules)} modules "
                 f"of {sorted({type(module).__name__ for module in modules})}",
-                hint="leave gc_cnt out to checkpoint all modules",
+                hint="remove gc_cnt to checkpoint all modules",
             )
         checkpoint_modules(model, modules[: memory.gc_cnt])
         sharding = sharding.model_copy(update={"activation_checkpointing": False})

@@ -96,7 +96,7 @@ class AsyncLoader:
         known = DEFAULT_PADDING if self._padding is None else self._padding
         if rows.keys() - known.keys() or (self._padding is not None and known.keys() - batch.keys()):
             raise DataError(
-                f"the batch has the keys {sorted(batch)}, but there are padding values for {sorted(known)}",
+                f"the batch has the keys {sorted(batch)}, but pad_value_dict has values for {sorted(known)}",
                 hint=f"pass pad_value_dict with a value for each of {sorted(rows)}",
             )
         if (longest := max((value.shape[-1] for value in rows.values()), default=0)) > lengths[-1]:

@@ -132,7 +132,7 @@ def consolidate_sharded_model_checkpoints(
         found = {p for name in (prefix.name, prefix.stem) for p in prefix.parent.glob(glob.escape(name) + ckpt_suffix)}
     files = sorted(path for path in found if _OWN_NAME.search(path.name)) or sorted(found)
     if not files:
-        raise CheckpointError(f"no file matches {prefix}{ckpt_suffix}", hint="pass the same path as to `save`")
+        raise CheckpointError(f"no file matches {prefix}{ckpt_suffix}", hint="pass the path that was passed to `save`")
     with open_xla(prefix, files, optimizer=False) as source:
         whole = {name: source.whole(name) for name in source.contents.parameters}
         if save_model:

@@ -57,9 +57,9 @@ class TrainerAccelerator(Accelerator):
             self._check_clipping(what, "set max_grad_norm=0")
         if not dataloader_config.even_batches and self.num_processes > 1:
             raise ConfigError(
-                "accelerator_config: even_batches = False would give some ranks fewer steps, so that the others would "
-                "wait forever",
-                hint="leave it out (metrics drop the repeated samples), or set dataloader_drop_last=True",
+                "accelerator_config: even_batches = False would give some ranks fewer steps, so the others would wait "
+                "forever",
+                hint="remove it (metrics drop the repeated samples), or set dataloader_drop_last=True",
             )
         # Trainer creates the optimizer before the model is sharded, as for version 2 in Accelerate.
         plugin.fsdp_version = 2
@@ -136,7 +136,7 @@ class TrainerAccelerator(Accelerator):
             raise ConfigError(
                 f"checkpoint.max_lost_steps = {self._config.checkpoint.max_lost_steps} is not supported: Trainer does "
                 "not keep copies of its state in host memory",
-                hint="leave it out; save_steps limits how many steps a kill can lose",
+                hint="remove it; save_steps limits how many steps are lost if the job is killed",
             )
         steps = self._config.training.gradient_accumulation_steps
         if steps not in (1, args.gradient_accumulation_steps):
@@ -171,7 +171,7 @@ def _check_split(parallelism_config: Any, tiles: int) -> None:
     if wanted not in (1, tiles):
         raise ConfigError(
             f"TrainingArguments.parallelism_config has tp_size = {wanted}, but the model's layers are "
-            + (f"split over {tiles} ranks" if tiles > 1 else "not split"),
+            + (f"split across {tiles} ranks" if tiles > 1 else "not split"),
             hint="load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))",
         )
 

@@ -57,7 +57,7 @@ def replace_from_pretrained(modeling: Any) -> None:
             return theirs(cls, pretrained_model_name_or_path, *args, **options)
         if args:
             raise ConfigError(
-                f"from_pretrained(distributed_config=...) got {len(args)} further positional arguments",
+                f"from_pretrained(distributed_config=...) got {len(args)} unexpected positional arguments",
                 hint="pass options by name",
             )
         return load_sharded(cls, pretrained_model_name_or_path, distributed_config, **options)
@@ -84,7 +84,7 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
     if given:
         raise ConfigError(
             f"from_pretrained(distributed_config=...) does not support {', '.join(given)}",
-            hint="leave it out; each rank reads the data it will own from a directory or the hub's cache",
+            hint="remove it; each rank reads the data it will own from a directory or the hub's cache",
         )
     options = {name: value for name, value in options.items() if name not in _OF_THE_LOADER and value is not None}
     if "torch_dtype" in options:
@@ -128,7 +128,7 @@ def _config(given: Any) -> Any:
     if (getattr(config, "pp_size", None) or 1) > 1:
         raise ConfigError(
             f"DistributedConfig(pp_size={config.pp_size}) requests pipeline parallelism, which is not supported",
-            hint="leave it out",
+            hint="remove it",
         )
     return config
 
@@ -164,7 +164,7 @@ def _distribute(model: Any, config: Any, dense: DeviceMesh, plan: dict[str, str]
         raise ConfigError(
             f"DistributedConfig(ep_size={config.ep_size}): the expert-parallel plan of {type(model).__name__} matches "
             "no experts",
-            hint='leave ep_size out, or pass an ep_plan with an "ep_dispatch_experts" rule',
+            hint='remove ep_size, or pass an ep_plan with an "ep_dispatch_experts" rule',
         )
     sizes = (config.dp_replicate_size, config.efsdp_size, config.ep_size)
     mesh = init_device_mesh(dense.device_type, sizes, mesh_dim_names=("dp_replicate", "efsdp", "ep"))

@@ -100,7 +100,7 @@ class ShardedTraining:
             raise ConfigError(
                 "fsdp_config and TrainingArguments both request activation checkpointing, which would recompute "
                 "activations twice",
-                hint="leave activation_checkpointing (gradient_checkpointing) out of one of them",
+                hint="remove activation_checkpointing (gradient_checkpointing) from one of them",
             )
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -110,15 +110,15 @@ class ShardedTraining:
             if newest is None:
                 raise CheckpointError(
                     f"there is no complete checkpoint in {self.args.output_dir}",
-                    hint="leave resume_from_checkpoint out to start from the beginning",
+                    hint="remove resume_from_checkpoint to start from the beginning",
                 )
             resume_from_checkpoint = str(newest)
         elif resume_from_checkpoint:
             resume_from_checkpoint = local_name(resume_from_checkpoint)
         if self.accelerator.writes_torch_format and not self._keeps_weights_in_state():
             raise ConfigError(
-                "checkpoint.format = dcp stores weights and optimizer state, but the checkpoints of this run "
-                "contain adapters or weights in from_pretrained's form",
+                "checkpoint.format = dcp stores weights and optimizer state, but the checkpoints of this run contain "
+                "adapters or weights in from_pretrained's format",
                 hint="set checkpoint.format to native, or train all weights with SHARDED_STATE_DICT",
             )
         announce_averages(self)
@@ -340,7 +340,7 @@ class ShardedTraining:
         if not _has_state(Path(checkpoint_dir)):
             raise CheckpointError(
                 f"{checkpoint_dir} has no {TRAINER_STATE}, so the optimizer and the schedule cannot be resumed",
-                hint="load it with from_pretrained; it was saved by another program or with save_only_model",
+                hint="load it with from_pretrained; it was saved by another library or with save_only_model",
             )
         extra = checkpoint.load_checkpoint(
             Path(checkpoint_dir) / TRAINER_STATE,

@@ -120,7 +120,7 @@ def shard_batch(batch: Any, model: nn.Module) -> Any:
             return value
         if value.shape[0] % sharded.mesh.size():
             raise ConfigError(
-                f"a batch of {value.shape[0]} samples cannot be divided over {sharded.mesh.size()} devices",
+                f"a batch of {value.shape[0]} samples cannot be split across {sharded.mesh.size()} devices",
                 hint="use a batch size that is a multiple of the number of devices, and drop_last=True",
             )
         return sharded.place(value, (_AXES, *[None] * (value.dim() - 1)))

@@ -64,7 +64,7 @@ class XlaSettings:
         sharding, precision = found.config.sharding, found.config.precision
         for path, setting in found.settings.items():
             if path in _REFUSED and setting.value:
-                raise ConfigError(f"{setting.origin}: {setting.key}: {_REFUSED[path]}", hint="leave it out")
+                raise ConfigError(f"{setting.origin}: {setting.key}: {_REFUSED[path]}", hint="remove it")
             if path.startswith(("sharding.", "precision.")) and path not in {*_HONOURED, *_REFUSED}:
                 text = f"{setting.origin}: {setting.key} has no effect under PyTorch/XLA, whose compiler decides it"
                 warnings.warn(text, stacklevel=2)

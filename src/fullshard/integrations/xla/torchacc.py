@@ -46,7 +46,7 @@ def accelerate(
         if name in given:
             raise ConfigError(
                 f"{given[name].origin}: {name} is only supported by fullshard's engine, not by PyTorch/XLA",
-                hint="leave it out",
+                hint="remove it",
             )
     resolved = resolve([config.reading()])
     for note in resolved.notes:
@@ -70,6 +70,6 @@ mark_step = sync
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"fullshard.torchacc has no {name!r} if PyTorch/XLA (torch {torch.__version__}) trains; "
-        "use fullshard.integrations.xla to save and load",
+        f"fullshard.torchacc has no {name!r} when training with PyTorch/XLA (torch {torch.__version__}); use "
+        "fullshard.integrations.xla to save and load",
     )

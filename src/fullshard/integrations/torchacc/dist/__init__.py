@@ -96,7 +96,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     for other, (their_tag, _) in enumerate(met):
         if their_tag != tag:
             raise CommunicationError(
-                f"rank {environment.rank} waits at {tag!r}, but rank {other} waits at {their_tag!r}",
+                f"rank {environment.rank} is waiting at {tag!r}, but rank {other} is waiting at {their_tag!r}",
                 hint="call rendezvous in the same order on every rank",
             )
     return [message for _, message in met]
