@@ -274,7 +274,7 @@ def test_plan_refuses_before_anything_starts(argv: list[str], words: str) -> Non
 def test_streams_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--tee must be 0 to 3"):
         RankLogs(tmp_path, 2, "4", None, is_kept=True)
-    with pytest.raises(ConfigError, match="--redirects writes files"):
+    with pytest.raises(ConfigError, match="--redirects writes to files"):
         RankLogs(tmp_path, 2, None, "3", is_kept=False)
 
 

@@ -124,7 +124,7 @@ OPTIONS = (
         "config_file", metavar="FILE", help="Settings, in YAML or JSON of any dialect; `none` uses no default file."
     ),
     Option("module", "m", help="Run a module, as `python -m` does."),
-    Option("no_python", help="Run a program that is not Python's."),
+    Option("no_python", help="Run a program that is not a Python script."),
     Option("take", metavar="NAMES", help="`fully_shard`: what the script imports from torch as this is fullshard's."),
     Option("dry_run", help="Print what would run on each host, and end."),
     Option(
