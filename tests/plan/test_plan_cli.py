@@ -541,6 +541,10 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "loss": ({}, "fused"),
     "loss_chunk": ({"loss": "fused"}, 512),
     "tp": ({}, 2),
+    "cp": ({}, 2),
+    "sp": ({}, 2),
+    "ep": ({}, 2),
+    "ep_imbalance": ({"ep": 2}, 2.0),
     "keeps_outputs": ({}, True),
     "forward_prefetch": ({}, False),
     "backward_prefetch": ({}, "NO_PREFETCH"),
@@ -551,9 +555,10 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
 def test_every_setting_is_used(name: str) -> None:
     """It changes a prediction, or, where it says so, only the configuration that is written."""
     base, value = EVERY_SETTING[name]
-    shape, _ = load_model(
-        "Llama-3.1-8B" if name in ("wrap_embeddings", "tp") else "GPT-2"
-    )  # whose head is its embedding
+    models = {"ep": "Mixtral-8x7B", "ep_imbalance": "Mixtral-8x7B"} | dict.fromkeys(
+        ("wrap_embeddings", "tp"), "Llama-3.1-8B"
+    )
+    shape, _ = load_model(models.get(name, "GPT-2"))  # whose head is its embedding
     cluster = parse_cluster("8xA100")
     one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))
     if name == "reentrant":

@@ -170,7 +170,7 @@ def test_what_saves_memory_is_tried_together() -> None:
     model, cluster = load_model("Qwen2.5-0.5B")[0], parse_cluster("8xA100")
     values: dict[str, Any] = {"checkpointing": "full", "seq_len": 32768, "optimizer": "adamw-fused"}
     saving: dict[str, Any] = {"loss": "fused", "offload_activations": True, "offload_main_weights": True}
-    fixed = ("strategy", "checkpointing", "wrap_embeddings", "offload", "optimizer")
+    fixed = ("strategy", "checkpointing", "wrap_embeddings", "offload", "optimizer", "cp", "sp")
 
     def needed(more: dict[str, Any]) -> int:
         return evaluate(model, Job.of({**values, **more}), cluster).memory.needed

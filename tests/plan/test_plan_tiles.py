@@ -190,5 +190,5 @@ def test_what_is_not_planned_is_refused_by_name(model: str, settings: dict[str, 
 
 
 def test_it_is_not_simulated() -> None:
-    with pytest.raises(ConfigError, match="does not support tensor parallelism"):
+    with pytest.raises(ConfigError, match="does not support tp = 2"):
         simulate(transformers_model(CONFIG), Job.of({"tp": 2}), world_size=4)

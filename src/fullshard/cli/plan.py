@@ -180,6 +180,7 @@ _UNPLANNED = {
     "sharding.wrap": "planned with a unit per layer; larger units need more memory",
     "sharding.wrap_classes": "planned as the model's layers; other units need other memory and traffic",
     "sharding.ignored_modules": "planned as sharded, but every rank holds all of them",
+    "parallelism.cp_comm_strategy": "planned as allgather, which holds all keys and values at a time",
     "precision.param_dtype": "planned with the dtypes of precision.mode only",
 }
 """Settings that affect a run but not a plan, and the consequences for the plan's figures."""
@@ -190,7 +191,7 @@ def _unplanned(resolved: Resolved) -> list[str]:
     found = []
     for path, meaning in _UNPLANNED.items():
         setting = resolved.settings.get(path)
-        if setting is not None and setting.value not in (None, "auto", "class", ()):
+        if setting is not None and setting.value not in (None, "auto", "class", "allgather", ()):
             found.append(f"{setting.origin}: {setting.key} ({path} = {shown(setting.value)}): {meaning}")
     return found
 

@@ -26,7 +26,8 @@ saves these tensors:
 | between an adapter's factors | b times its rank | the second factor's input |
 | weights of experts with adapters | b per element, for any number of tokens | forward uses a changed copy of them |
 
-In a tensor-parallel group, each rank has its share of the widths within attention and the feed-forward part. Norms,
+`plan/axes` has what a layer holds in addition if it shares sequences or experts with other ranks. In a tensor-parallel
+group, each rank has its share of the widths within attention and the feed-forward part. Norms,
 dropout of sums, the layer's input and the inputs of projections have their full width on each rank.
 
 With `torch.compile`, norms and activations are fused, and PyTorch's min-cut partitioner recomputes cheap operations.
@@ -40,6 +41,7 @@ from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.attention import what_runs
+from fullshard.plan.axes import exchanging_nbytes, moved_nbytes, saved_twice
 from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Adapters, Block
@@ -91,7 +93,11 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
     whole = _saved_within(block, job, width, device) * tokens + between
     whole += 0 if block.adapters is None else width * block.adapters.folded
     feeding = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
-    working = max(feeding, _working_on_scores(block, job, width, device) * tokens)
+    if job.ep > 1:  # the gradients of what experts return, before and after they are sent
+        feeding += round(width * block.experts_per_token * block.hidden * (1 + block.load)) * tokens
+    working = max(
+        feeding, _working_on_scores(block, job, width, device) * tokens, exchanging_nbytes(block, job) * tokens
+    )
     inputs, temporaries = width * block.hidden * job.tokens, (working, feeding - widest * tokens)
     if job.checkpointing == "none":
         return LayerActivations(whole, inputs, 0, *temporaries)
@@ -130,10 +136,12 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     """
     layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
     saved = layer.kept + layer.recomputed
+    moved = [nbytes * job.tokens for nbytes in moved_nbytes(block, job)]
     if job.compile:
-        return 2 * saved, 3 * saved
+        return 2 * saved + moved[0], 3 * saved + moved[1]
     saved -= _scores(block, job, device) * job.tokens
-    forward, backward = (nbytes * job.tokens for nbytes in passes_over_scores(block, job, device))
+    scores = passes_over_scores(block, job, device)
+    forward, backward = (nbytes * job.tokens + more for nbytes, more in zip(scores, moved, strict=True))
     if block.norm == "layer":
         return 2 * saved + forward, 3 * saved + backward
     between = block.hidden * (block.norms * (24 + 6 * width if width < 4 else 28) + 6 * width)
@@ -189,7 +197,7 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
     saved = _norm(block, job, width) * normed + 2 * width * block.hidden + attention
     saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
-        saved += 2 * width * block.experts_per_token * block.hidden
+        saved += round((1 + block.load) * width * block.experts_per_token * block.hidden)
     if block.latents:  # inputs of the projections; for keys and values they are slices of one tensor, which is kept
         saved += width * (block.latents + block.kv_heads * block.head_dim)
     if block.shared_intermediate:
@@ -237,8 +245,10 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
     if way == "math":
         return width * queries + 4 * 3 * queries + _scores(block, job, device)
     if way == "masked":
-        return width * (2 * queries + 2 * block.heads * value_dim + job.seq_len)
-    saved = queries + keys + (block.heads + block.kv_heads) * value_dim
+        return width * (
+            2 * queries + 2 * block.heads * value_dim + job.seq_len + saved_twice(block, job, is_repeated=True)
+        )
+    saved = queries + keys + (block.heads + block.kv_heads) * value_dim + saved_twice(block, job, is_repeated=False)
     if block.sliced_values:
         # On a CPU the output has the layout of the rotated queries, so the next projection reads a copy.
         saved += queries + keys + (queries if device.is_cpu else 0)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.attention import what_runs
+from fullshard.plan.axes import check_groups, dealt
+from fullshard.plan.axes import sent_nbytes as sent_on_axes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
@@ -96,7 +99,9 @@ class Plan:
         layout = self.setting.layout
         sent = traffic_of(self.events, layout).times(self.repeats)
         of_tiles = sent_nbytes(self.setting.model, self.job)
-        return dataclasses.replace(sent, tiles_nbytes=of_tiles, **_copied(layout, self.job))
+        return dataclasses.replace(
+            sent, tiles_nbytes=of_tiles, **sent_on_axes(self.setting.model, self.job), **_copied(layout, self.job)
+        )
 
     @functools.cached_property
     def time(self) -> StepTime:
@@ -202,15 +207,18 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
-    trained = tiled(trained, job.tp)
+    trained = dealt(tiled(trained, job.tp), job)
     world_size, neighbours = groups_of(cluster, job.tp)
+    shard_size = job.row.shard_size_on(neighbours, job.shard_size)
+    in_group = job.row.mesh_shape(world_size, shard_size)[1]
+    check_groups(trained, job, cluster, groups=world_size, shard_size=in_group)
     is_cpu = cluster.device.is_cpu
     on_host = Offload() if is_cpu else job.on_host  # on a CPU, host and device are the same
     layout = lay_out(
         trained,
         strategy=job.row,
         world_size=world_size,
-        shard_size=job.row.shard_size_on(neighbours, job.shard_size),
+        shard_size=shard_size,
         dtypes=job.dtypes,
         offload=on_host,
     )
@@ -277,6 +285,11 @@ def notes_of(plan: Plan) -> list[str]:
         (said := _attention_note(plan)): bool(said),
         f"layers are split over {job.tp} ranks as Transformers splits Llama's, and each rank has all tokens between "
         "the parts; set this up in the script or with distributed_config (docs/tensor_parallelism.md)": job.tp > 1,
+        f"each sequence is on {job.cp} ranks with ring attention, whose keys and values are gathered "
+        "(cp_comm_strategy allgather) and whose causal mask is load-balanced": job.cp > 1,
+        f"each sequence is on {job.sp} ranks, which exchange heads before and after attention (Ulysses)": job.sp > 1,
+        f"experts are divided among {job.ep} ranks, of which the busiest has {job.ep_imbalance:g} times the average "
+        "tokens: an assumption (--ep-imbalance)": job.ep > 1,
         "ranks communicate through Gloo and do not share memory, because FULLSHARD_COMM=gloo is set": is_apart,
         "offload saves nothing here: a CPU computes in host memory": job.on_host and device.is_cpu,
         f"{plan.kept} of {others} units stay unsharded between forward and backward": job.keeps_what_fits,
@@ -384,7 +397,19 @@ def _changes(plan: Plan) -> list[_Offer]:
     is_plain, trains_all = not job.on_host, job.method == "full"
     sums = trains_all and job.main_dtype != "float32" and job.reduce_dtype is None
     no_scores = job.attention == "eager" and not _without_kernel(plan, job.model_copy(update={"attention": "sdpa"}))
+    most = _largest_group(plan)
+    times = job.accumulation * most
+    is_divided = most == 1 or job.shared_by > 1 or job.seq_len < _SHORT
     offers: list[tuple[str, dict[str, Any], bool]] = [
+        *(
+            (f"{how} (--{axis} {most} --accumulation {times})", {axis: most, "accumulation": times}, not is_divided)
+            for axis, how in (("cp", "a part of each sequence per rank"), ("sp", "a part, then heads of each sequence"))
+        ),
+        (
+            f"experts on different ranks (--ep {most})",
+            {"ep": most},
+            most > 1 and job.ep == 1 and any(block.experts for block in plan.model.blocks),
+        ),
         *(
             (f"a micro-batch of {size}, accumulated {n} times", {"micro_batch": size, "accumulation": n}, True)
             for size, n in batches.items()
@@ -412,6 +437,15 @@ def _changes(plan: Plan) -> list[_Offer]:
         ("attention that keeps no scores (sdpa)", {"attention": "sdpa"}, no_scores),
     ]
     return [(words, values) for words, values, helps in offers if helps]
+
+
+_SHORT = 8192
+"""Tokens of a sequence below which dividing it is not proposed."""
+
+
+def _largest_group(plan: Plan) -> int:
+    """Return the largest power of two that divides the ranks of a host, of which each is a tensor-parallel group."""
+    return math.gcd(groups_of(plan.cluster, plan.job.tp)[1], 64)
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:

@@ -26,6 +26,10 @@ Loss = Literal["eager", "kernel", "fused"]
 Kernel = Literal["flash", "sdpa", "eager"]
 
 
+BALANCE = 1.25
+"""The assumed imbalance of expert parallelism: the capacity factor with which ST-MoE trains, above which it drops the
+tokens of an expert (arXiv 2202.08906). It is not a measurement of any router."""
+
 KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
 """The value for keeping as many units unsharded after forward as memory allows."""
 
@@ -69,6 +73,12 @@ class Job(View):
     reduce_as: Packing | None = of_run("precision.reduce_as")
     tp: int = Field(
         1, ge=1, description="Ranks of a tensor-parallel group, which split each layer; the rest shard what they have"
+    )
+    cp: int = of_run("parallelism.cp_size", 1, "Ranks that share each sequence by ring attention (context parallelism)")
+    sp: int = of_run("parallelism.sp_size", 1, "Ranks that share each sequence by its heads (Ulysses)")
+    ep: int = Field(1, ge=1, description="Ranks that divide the experts of each layer (expert parallelism)")
+    ep_imbalance: float = Field(
+        BALANCE, ge=1, description="Tokens of the busiest expert-parallel rank, divided by the average of its group"
     )
     optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, muon, sgd, sgd-momentum or none")
     method: Method = Field(
@@ -150,6 +160,7 @@ class Job(View):
                 f"the planner does not support {self.optimizer} with only its optimizer state on the host",
                 hint="offload main weights as well, or plan with adamw",
             )
+        self._check_parts()
         besides = {
             f"method {self.method}": self.method != "full",
             f"optimizer {self.optimizer}": self.planned_optimizer.matrix is not None,
@@ -165,6 +176,29 @@ class Job(View):
                 "qlora computes in half precision, but base_dtype is float32",
                 hint="set base_dtype to bfloat16",
             )
+
+    def _check_parts(self) -> None:
+        """Raise `ConfigError` if the sequence or the experts cannot be divided as the fields say."""
+        chunks = self.shared_by * (2 if self.cp > 1 else 1)
+        if self.seq_len % chunks:
+            raise ConfigError(
+                f"seq_len {self.seq_len} cannot be divided evenly among cp {self.cp} x sp {self.sp} ranks"
+                + (", each of which has two chunks in a ring" if self.cp > 1 else ""),
+                hint=f"use a multiple of {chunks}",
+            )
+        if self.shared_by > 1 and self.attention == "eager":
+            raise ConfigError(
+                f"attention eager cannot be combined with cp {self.cp} and sp {self.sp}, which need one kernel",
+                hint="use attention sdpa or flash",
+            )
+        besides = {"tp": self.tp > 1, f"optimizer {self.optimizer}": self.planned_optimizer.matrix is not None}
+        if self.ep > 1 and (wrong := [name for name, is_there in besides.items() if is_there]):
+            raise ConfigError(
+                f"the planner does not support ep together with {wrong[0]}",
+                hint="remove one of the two settings",
+            )
+        if self.ep == 1 and self.ep_imbalance != BALANCE:
+            raise ConfigError("ep_imbalance requires ep", hint="add ep, or remove ep_imbalance")
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:
@@ -244,9 +278,24 @@ class Job(View):
         )
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Return the axes besides those of sharding that have more than one rank, with their sizes."""
+        return {axis: size for axis in ("tp", "cp", "sp", "ep") if (size := getattr(self, axis)) > 1}
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that share each sequence, by context and by sequence parallelism."""
+        return self.cp * self.sp
+
+    @property
+    def load(self) -> float:
+        """The tokens of the busiest rank's experts, divided by the average over all ranks."""
+        return self.ep_imbalance if self.ep > 1 else 1.0
+
+    @property
     def tokens(self) -> int:
-        """Number of tokens in one micro-batch."""
-        return self.micro_batch * self.seq_len
+        """Number of tokens in one rank's part of a micro-batch."""
+        return self.micro_batch * self.seq_len // self.shared_by
 
     @property
     def chunk_tokens(self) -> int:

@@ -65,6 +65,15 @@ class UnitLayout:
         return sum(bucket.coded_nbytes for bucket in self.coded)
 
     @cached_property
+    def gathers(self) -> tuple[tuple[int, int], ...]:
+        """Return (number of ranks, bytes that a rank sends to each other rank) for each group that unshards a part."""
+        groups: dict[int, int] = {}
+        for bucket in self.buckets:
+            ranks = bucket.layout.world_size
+            groups[ranks] = groups.get(ranks, 0) + bucket.gather_message_nbytes
+        return tuple(groups.items())
+
+    @cached_property
     def trainable(self) -> tuple[CountedBucket, ...]:
         """Return the buckets that have gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
@@ -181,7 +190,7 @@ def _buckets(
             _key(members[0], dtypes),
             [parameter.shape for parameter in members],
             dtypes,
-            world_size=shard_size,
+            world_size=shard_size // (members[0].tiles if members[0].of_experts else 1),
             offload=offload,
         )
         for members in grouped(parameters, dtypes)
@@ -190,9 +199,9 @@ def _buckets(
 
 def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> list[list[ParameterShape]]:
     """Group a unit's parameters by the bucket that they belong to."""
-    groups: dict[BucketKey, list[ParameterShape]] = {}
+    groups: dict[tuple[BucketKey, bool], list[ParameterShape]] = {}
     for parameter in parameters:
-        groups.setdefault(_key(parameter, dtypes), []).append(parameter)
+        groups.setdefault((_key(parameter, dtypes), parameter.of_experts), []).append(parameter)
     return list(groups.values())
 
 

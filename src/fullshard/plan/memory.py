@@ -371,8 +371,8 @@ class _Ledger:
         waiting = [g for g in self.launched if not g.is_shrunk]
         done = {id(g.bucket) for g in self.launched}
         bucket = next(bucket for bucket in unit.trainable if id(bucket) not in done)  # they are launched in order
-        shard_size = self.setting.layout.shard_size
-        extra = bucket.reduced_nbytes * (shard_size - 1) if self.setting.route.receives_apart else 0
+        others = bucket.layout.world_size - 1
+        extra = bucket.reduced_nbytes * others if self.setting.route.receives_apart else 0
         self.now["reduce buffers"] += extra
         self.launched.append(_Gradient(bucket, extra))
         moments.append(self.nbytes)
@@ -405,7 +405,7 @@ class _Ledger:
         moments = self._for_a_moment(summing)[:1]
         self.now["reduce buffers"] -= gradient.extra
         self.now["gradients"] += self._held_nbytes(bucket)
-        if not (gradient.extra or self.setting.layout.shard_size == 1 or self._stays(bucket)):
+        if not (gradient.extra or bucket.layout.world_size == 1 or self._stays(bucket)):
             moments = self._for_a_moment(summing)[:1]  # the sum needs new memory
         self.now["reduce buffers"] -= self.setting.collected_nbytes(bucket)
         if bucket.main_is_on_host:  # the previous gradient has been copied to the host
@@ -553,7 +553,7 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     largest = max(
         b.layout.largest_numel * 2 * base  # two elements in a byte
         if b.dtype == "uint8" and b.form is None
-        else b.layout.largest_numel * (itemsize(b.dtype) if b.form is None else base) // setting.layout.shard_size
+        else b.layout.largest_numel * (itemsize(b.dtype) if b.form is None else base) // b.layout.world_size
         for b in buckets
     )
     on_host = [nbytes for bucket in buckets for nbytes in bucket.host_buffers]
@@ -577,6 +577,7 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 def _checkpoint(setting: PlanSetting) -> int:
     """Return the size of a checkpoint: all parameters in their stored dtypes, and the optimizer's state."""
     stored = sum(parameter.nbytes * parameter.tiles for parameter in setting.model.parameters)
-    own = sum(parameter.numel for parameter in setting.model.parameters if parameter.trainable)
+    trained = [parameter for parameter in setting.model.parameters if parameter.trainable]
+    own = sum(p.numel * (p.tiles if p.of_experts else 1) for p in trained)  # whose state is divided among all ranks
     tiles = setting.model.trainable_numel / own if own else 1.0
     return stored + round(of_parameters(setting, OptimizerRow.state_nbytes) * setting.layout.shard_size * tiles)

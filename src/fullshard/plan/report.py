@@ -36,11 +36,13 @@ def _headline(plan: Plan) -> str:
     units, layouts = plan.setting.layout.units, [bucket.layout for bucket in plan.setting.layout.buckets]
     padding = 1 - sum(layout.numel for layout in layouts) / sum(layout.full_numel for layout in layouts)
     trained = "" if plan.trainable == plan.parameters else f", {format_count(plan.trainable)} of them trained"
+    shared = f" on {job.shared_by} ranks" * (job.shared_by > 1)
     return (
         f"{plan.model.name}: {format_count(plan.parameters)} parameters{trained}, {len(units)} units, "
         f"{len(layouts)} buckets, padding {padding:.3%}\n"
         f"{plan.cluster}; {job.strategy}, {job.precision}, {job.optimizer}, {job.method}; micro-batch "
-        f"{job.micro_batch} x {job.seq_len} tokens, {job.accumulation} per step; checkpointing {job.checkpointing}"
+        f"{job.micro_batch} x {job.seq_len} tokens{shared}, {job.accumulation} per step; "
+        f"checkpointing {job.checkpointing}"
     )
 
 
@@ -60,7 +62,9 @@ def _memory_table(plan: Plan) -> Table:
 
 def _rest_table(plan: Plan) -> Table:
     time, traffic, memory, work = plan.time, plan.traffic, plan.memory, plan.setting.matrices
-    between = f", {format_nbytes(traffic.tiles_nbytes)} in its tensor-parallel group" * (plan.job.tp > 1)
+    groups = {"tensor-parallel": traffic.tiles_nbytes, "context-parallel": traffic.cp_nbytes}
+    groups |= {"sequence-parallel": traffic.sp_nbytes, "expert-parallel": traffic.ep_nbytes}
+    between = "".join(f", {format_nbytes(sent)} in its {name} group" for name, sent in groups.items() if sent)
     rows = {
         "time": f"{time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f}, "
         f"copies {time.copies:.3f}, optimizer {time.optimizer:.3f}",
@@ -123,6 +127,7 @@ def _front_row(plan: Plan) -> dict[str, str]:
     switches |= {job.optimizer: job.planned_optimizer.packed_nbytes > 0}
     switches[f"{job.quantize} at rest"] = job.quantize is not None
     switches |= {f"{name} {value}": True for name, value in job.dtypes.sent.items()}
+    switches |= {f"--{axis} {size}": True for axis, size in job.axes.items()}
     return {
         "strategy": job.strategy + size,
         "batch": f"{job.micro_batch}" + (f" x {job.accumulation}" if job.accumulation > 1 else ""),
@@ -152,7 +157,8 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         "traffic": {
             **_picked(
                 plan.traffic,
-                "gather=gather_nbytes reduce=reduce_nbytes replicate=replicate_nbytes tiles=tiles_nbytes gathers "
+                "gather=gather_nbytes reduce=reduce_nbytes replicate=replicate_nbytes tiles=tiles_nbytes cp=cp_nbytes "
+                "sp=sp_nbytes ep=ep_nbytes gathers "
                 "reductions to_device=to_device_nbytes to_host=to_host_nbytes",
             ),
         },

@@ -3,8 +3,9 @@
 The search covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that
 save memory, alone and combined. These are the loss in chunks, stepping in backward, embeddings as units, and offloading
 activations, optimizer state, main weights or everything. For the best plans, the search also tries to keep units
-unsharded after forward. Fused optimizers are always used on accelerators, because they are never slower and never take
-more memory.
+unsharded after forward. With FULL_SHARD, it also divides sequences of 32k tokens and more (context and sequence
+parallelism), shorter ones if nothing else fits, and experts (expert parallelism). Fused optimizers are always used on
+accelerators, because they are never slower and never take more memory.
 
 Most options that save memory cost time. The search therefore starts without them, and always looks at the fastest
 candidate first. If a candidate does not fit, it is replaced by candidates that each use one more of these options.
@@ -20,6 +21,7 @@ import contextlib
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +49,8 @@ _SAVING: Mapping[str, Mapping[str, Any]] = {
 """Options that save memory, in addition to sharding and checkpointing."""
 _ONE_OF = frozenset({"state", "main", "all"})
 """Each of these options includes the previous one."""
+_LONG = 32768
+"""Tokens of a sequence from which on it is divided among ranks even if it fits."""
 _FEW = 3
 _SLACK = 0.03
 """How far the estimate from a few layers may exceed the memory of the complete model. With everything on the host, the
@@ -97,6 +101,7 @@ class _Search:
     def __init__(self, model: ModelShape, job: Job, cluster: Cluster, fixed: frozenset[str], margin: float) -> None:
         self._model, self._job, self._cluster, self._fixed, self._margin = model, job, cluster, fixed, margin
         self._models, self._numbers = few_layers(model), itertools.count()
+        self._divides = job.seq_len >= _LONG
         no_units = model.tied or not any(p.role == "head" for p in model.root.parameters)
         self._saving = [
             name
@@ -129,6 +134,9 @@ class _Search:
                     pushed.add((id(candidate.way), more))
                     if (child := self._candidate(candidate.way, more)) is not None:
                         heapq.heappush(waiting, child)
+        if not found and not self._divides:
+            self._divides = True
+            return self.plans()
         if not found:
             raise _nothing_fits(self._model, self._job, self._cluster, self._margin)
         found += self._smaller(waiting, min(plan.memory.needed for plan in found))
@@ -142,20 +150,51 @@ class _Search:
         """
         job, fixed = self._job, self._fixed
         kinds = ("none", "full") if job.compile else ("none", "selective", "full")
-        sequences = job.micro_batch * job.accumulation
-        sizes = [size for size in _MICRO_BATCHES if size <= sequences or sequences == 1]
         loss = {} if "loss" in fixed else {"loss": "eager"}
-        for mesh in _meshes(self._cluster, job, fixed):
+        for axes, mesh in itertools.product(self._axes(), _meshes(self._cluster, job, fixed)):
+            if axes and "strategy" not in fixed and mesh["strategy"] != "FULL_SHARD":
+                continue  # the others save little time where memory is short
+            sequences = job.micro_batch * job.accumulation * math.prod(axes.get(axis, 1) for axis in ("cp", "sp"))
+            sizes = [size for size in _MICRO_BATCHES if size <= sequences or sequences == 1]
             for checkpointing in (job.checkpointing,) if "checkpointing" in fixed else kinds:
                 more = {"checkpointing": checkpointing, "reentrant": job.reentrant and checkpointing == "full"}
                 for size in sizes:
                     batch = {"micro_batch": size, "accumulation": max(1, sequences // size)}
-                    candidate = self._candidate({**mesh, **loss, **more, **batch}, frozenset())
+                    candidate = self._candidate({**axes, **mesh, **loss, **more, **batch}, frozenset())
                     if candidate is None:
                         continue
                     if not self._may_fit(candidate.needed) and not self._may_ever_fit(candidate.way):
                         break  # larger ones need more memory
                     yield candidate
+
+    def _axes(self) -> list[dict[str, int]]:
+        """Return the ways to divide sequences and experts among ranks that are tried, of which the first is none."""
+        found: list[dict[str, int]] = [{}]
+        if self._divides and self._fixed.isdisjoint(("cp", "sp")):
+            found += [axes for kind in ("cp", "sp") for axes in self._best_sizes(kind, {})]
+        if "ep" not in self._fixed and any(block.experts for block in self._model.blocks):
+            found += [
+                axes for beside in {1: found[0], 2: found[-1]}.values() for axes in self._best_sizes("ep", beside)
+            ]
+        return [axes for number, axes in enumerate(found) if axes not in found[:number]]
+
+    def _best_sizes(self, kind: str, beside: Mapping[str, int]) -> Iterator[dict[str, int]]:
+        """Yield the sizes of one kind of group that are fastest with selective and with full checkpointing.
+
+        Only sizes that fit with a loss in chunks are compared. If none does, yield the one that needs the least memory.
+        """
+        ranks = groups_of(self._cluster, self._job.tp)[0]
+        sizes = [2**power for power in range(1, 7) if ranks % 2**power == 0]
+        way: dict[str, Any] = {"micro_batch": 1}
+        way |= {} if "strategy" in self._fixed else {"strategy": "FULL_SHARD", "shard_size": None}
+        saving = frozenset({"chunks"} & {*self._saving})
+        for checkpointing in ("selective", "full"):
+            each = [{**beside, kind: size, **way, "checkpointing": checkpointing} for size in sizes]
+            known = [candidate for values in each if (candidate := self._candidate(values, saving)) is not None]
+            fitting = [candidate for candidate in known if self._may_fit(candidate.needed)]
+            if fitting or (known and checkpointing == "full"):
+                best = min(fitting) if fitting else min(known, key=lambda candidate: candidate.needed)
+                yield {**beside, kind: best.way[kind]}
 
     def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
         """Return whether a candidate can fit when all compatible memory-saving options are added."""

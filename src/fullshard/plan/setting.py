@@ -70,7 +70,7 @@ class PlanSetting:
     def summing_nbytes(self, bucket: CountedBucket) -> int:
         """Return the additional bytes that a CPU needs while it sums the ranks' gradients of a bucket."""
         is_cast = self.collected_dtype(bucket) != bucket.reduce_dtype
-        blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.device.is_cpu else 0
+        blocks = sum_blocks(bucket.layout.world_size, is_cast=is_cast) if self.device.is_cpu else 0
         return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
     def copies_nbytes(self, bucket: CountedBucket) -> int:
@@ -89,9 +89,12 @@ def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], floa
     `what` returns the cost per trained element from the optimizer and the dtype. Padding costs nothing.
     """
     row, work, buckets = setting.job.planned_optimizer, setting.matrices, setting.layout.buckets
-    total = sum(bucket.layout.numel * what(row, bucket.dtype) for bucket in buckets if bucket.trainable)
+    shard_size, total = setting.layout.shard_size, 0.0
+    for bucket in buckets:
+        if bucket.trainable:
+            total += bucket.layout.numel * what(row, bucket.dtype) * (shard_size // bucket.layout.world_size)
     if row.matrix is None or work is None:
-        return total / setting.layout.shard_size
+        return total / shard_size
     more = {dtype: what(row.matrix, dtype) - what(row, dtype) for dtype in {bucket.dtype for bucket in buckets}}
     of_matrices = sum(m.numel * more[buckets[m.bucket].dtype] for m in work.dealing.matrices)
-    return total / setting.layout.shard_size + of_matrices / setting.layout.shard_size
+    return total / shard_size + of_matrices / shard_size

@@ -34,7 +34,8 @@ class ParameterShape:
         role: `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply;
             `embedding`, `head` or `other`.
         form: name of the form (`core.forms`) in which it is stored and sent; empty if it is not quantised.
-        tiles: number of parts into which tensor parallelism has split it; `shape` is the shape of one part.
+        tiles: number of parts into which tensor or expert parallelism has split it; `shape` is the shape of one part.
+        of_experts: whether expert parallelism has split it, so that fewer ranks share each part.
         folded_rank: rank of an adapter that forward adds to a copy of this weight; 0 if there is no such adapter.
     """
 
@@ -47,6 +48,7 @@ class ParameterShape:
     role: str = "other"
     form: str = ""
     tiles: int = 1
+    of_experts: bool = False
     folded_rank: int = 0
 
     @property
@@ -144,6 +146,7 @@ class Block:
         capped_scores: whether scores pass through a tanh before softmax.
         dropout: whether dropout applies to the output of a sublayer.
         attention_dropout: whether dropout applies to attention's scores.
+        load: the tokens of a rank's experts, divided by the average over all ranks.
     """
 
     hidden: int
@@ -169,11 +172,12 @@ class Block:
     value_dim: int = 0
     latents: int = 0
     window: int = 0
+    load: float = 1.0
 
     @property
     def active_intermediate(self) -> int:
         """The total feed-forward width through which one token passes."""
-        return self.intermediate * max(1, self.experts_per_token) + self.shared_intermediate
+        return round(self.intermediate * max(1, self.experts_per_token) * self.load) + self.shared_intermediate
 
 
 @dataclass(frozen=True, slots=True)

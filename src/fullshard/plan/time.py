@@ -40,11 +40,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.core.events import Event, EventKind
+from fullshard.plan.axes import messages_of
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.tiles import messages_of_head, messages_of_layer
-from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
+from fullshard.plan.traffic import carried, reduce_message
 from fullshard.plan.work import (
     PCIE,
     copied_once_seconds,
@@ -169,23 +170,25 @@ class _Clock:
         self.reduced: list[tuple[str, float]] = []
         self.layouts = {unit.name: unit for unit in setting.layout.units}
         self.works = works_of(setting)
+        self.messages = {block: messages_of(block, setting.job) for block in set(setting.model.blocks)}
 
     def apply(self, event: Event) -> None:
         unit, work, layout = self.layouts[event.unit], self.works[event.unit], self.setting.layout
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
                 self._cast(work.casts[0])
-                sent = gather_message_nbytes(unit) * layout.shard_size
                 copied = sum(b.compute_shard_nbytes for b in unit.buckets if b.is_gathered_from_host)
                 there = self._copy("to device", copied)
-                nbytes = 0 if self.setting.route.shares_memory else sent
-                self.gathered[unit.name] = max(self._collective(nbytes, after=there), there)
+                groups = () if self.setting.route.shares_memory else unit.gathers
+                ends = [self._collective(nbytes * ranks, ranks, after=there) for ranks, nbytes in groups]
+                self.gathered[unit.name] = max([there, self.now, *ends])
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
                 self._cast(work.decoding)
             case EventKind.FORWARD_END:
                 self._run(work.forward, work.issued[0])
                 self._exchange_tiles(unit, 0)
+                self._exchange_parts(unit, 0)
                 if unit is layout.root:
                     self._run(loss_seconds(self.setting))
                     self._wait(self.page_left)
@@ -199,16 +202,17 @@ class _Clock:
                 self._run(work.backward, work.issued[1])
                 self._cast(work.casts[1])
                 self._exchange_tiles(unit, 1)
+                self._exchange_parts(unit, 1)
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction runs at a time; a unit's reductions start while it computes
                     before, done = self.reduced.pop()
                     self._wait(done if before != unit.name else self.now)
-                sent = reduce_message_nbytes(event, unit, layout.shard_size) * layout.shard_size
-                done = self._collective(event.nbytes if self.setting.route.shares_memory else sent)
-                own = event.nbytes // layout.shard_size  # this interval is then summed over the replicas
+                ranks, sent = reduce_message(event, unit, layout.shard_size)
+                over = self._collective(event.nbytes if self.setting.route.shares_memory else sent * ranks, ranks)
+                own = event.nbytes // ranks  # this interval is then summed over the replicas
                 stride = self.setting.job.tp * layout.shard_size
-                done = max(done, self._send(own, layout.replicate_size, stride=stride, times=2))
-                self.reduced.append((unit.name, done))
+                over = max(over, self._send(own, layout.replicate_size, stride=stride, times=2))
+                self.reduced.append((unit.name, over))
             case EventKind.TO_HOST if event.what == "gradient":
                 self._copy("to host", event.nbytes)
             case EventKind.REDUCE_DONE:
@@ -246,12 +250,14 @@ class _Clock:
         self.communication += nbytes / PCIE
         return self.copied[way]
 
-    def _collective(self, nbytes: int, *, after: float = 0.0) -> float:
+    def _collective(self, nbytes: int, ranks: int, *, after: float = 0.0) -> float:
         """Return the time at which an all-gather or reduce-scatter of `nbytes` will be complete if it is issued now.
 
-        It starts no earlier than at the time `after`.
+        It starts no earlier than at the time `after`. Of the shard group, `ranks` take part: all of them, or those that
+        hold the same experts.
         """
-        return self._send(nbytes, self.setting.layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
+        stride = self.setting.job.tp * (self.setting.layout.shard_size // ranks)
+        return self._send(nbytes, ranks, stride=stride, times=1, after=after)
 
     def _exchange_tiles(self, unit: UnitLayout, way: int) -> None:
         """Advance the clock to the end of the messages between tensor-parallel ranks.
@@ -265,6 +271,18 @@ class _Clock:
         elif job.tp > 1 and unit is self.setting.layout.root:
             self._wait(self._send(messages_of_head(model, job)[way], job.tp, stride=1, times=1))
 
+    def _exchange_parts(self, unit: UnitLayout, way: int) -> None:
+        """Advance the clock to the end of the messages between ranks that share sequences or experts (`plan/axes`)."""
+        job, attention = self.setting.job, self.works[unit.name].attention
+        for message in self.messages[unit.block][way] if unit.block is not None else ():
+            links = self.cluster.device.link_seconds(*message.links(self.cluster.per_host))
+            latency = message.rounds * BASE_LATENCY + (message.ranks - 1) * STEP_LATENCY
+            done = self._on_wire(*links, latency)
+            hidden = sum(part * seconds for part, seconds in zip(message.hidden, attention, strict=True))
+            self._wait(max(done - hidden, self.now + message.least * max(links)))
+        if job.ep > 1 and unit.block is not None and unit.block.experts and (way == 0 or job.checkpointing != "none"):
+            self.host = max(self.host, self.now)  # it has waited for the number of tokens
+
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
         """Return the time at which a message between `ranks` ranks will be complete if it is issued now.
 
@@ -272,13 +290,16 @@ class _Clock:
         """
         if ranks == 1 or nbytes == 0:
             return self.now
-        device = self.cluster.device
-        inside, across = device.link_seconds(
+        inside, across = self.cluster.device.link_seconds(
             *carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         )
-        seconds = max(inside, across) + times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY
+        return self._on_wire(inside, across, times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY, after)
+
+    def _on_wire(self, inside: float, across: float, latency: float, after: float = 0.0) -> float:
+        """Return the time at which a message will be complete that takes these seconds on each kind of link."""
+        seconds = max(inside, across) + latency
         self.communication += seconds
-        if device.is_cpu and not across:
+        if self.cluster.device.is_cpu and not across:
             self._wait(self.now + seconds)
             return self.now
         wire = "network" if across > inside else "link"

@@ -31,6 +31,7 @@ class Traffic:
         reduce_nbytes: bytes of gradients sent along the shard axis.
         replicate_nbytes: bytes of gradients sent along the replicate axis.
         tiles_nbytes: bytes of activations and their gradients sent inside a tensor-parallel group.
+        cp_nbytes, sp_nbytes, ep_nbytes: the same inside a context-, sequence- and expert-parallel group.
         to_device_nbytes, to_host_nbytes: bytes copied between host memory and device memory; no rank sends them.
     """
 
@@ -42,6 +43,9 @@ class Traffic:
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0
     tiles_nbytes: int = 0
+    cp_nbytes: int = 0
+    sp_nbytes: int = 0
+    ep_nbytes: int = 0
 
     def times(self, repeats: int) -> Traffic:
         """Return the traffic of `repeats` steps like this one."""
@@ -51,16 +55,15 @@ class Traffic:
 def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
     """Add up the bytes that one rank sends and copies in a predicted or a recorded step."""
     units = {unit.name: unit for unit in model.units}
-    shard, replicas = model.shard_size, model.replicate_size
     gather = reduce = replicate = gathers = reductions = to_device = to_host = 0
     for event in events:
-        if event.kind is EventKind.UNSHARD_ISSUED and shard > 1:
-            gather += gather_message_nbytes(units[event.unit]) * (shard - 1)
-            gathers += len(units[event.unit].buckets)
+        if event.kind is EventKind.UNSHARD_ISSUED:
+            gather += sum(nbytes * (ranks - 1) for ranks, nbytes in units[event.unit].gathers)
+            gathers += sum(bucket.layout.world_size > 1 for bucket in units[event.unit].buckets)
         elif event.kind is EventKind.REDUCE_ISSUED:
-            own = event.nbytes // shard
-            reduce += reduce_message_nbytes(event, units[event.unit], shard) * (shard - 1)
-            replicate += all_reduce_nbytes(own, replicas)
+            ranks, nbytes = reduce_message(event, units[event.unit], model.shard_size)
+            reduce += nbytes * (ranks - 1)
+            replicate += all_reduce_nbytes(event.nbytes // ranks, model.replicate_size)
             reductions += 1
         elif event.kind is EventKind.TO_DEVICE:
             to_device += event.nbytes
@@ -69,19 +72,16 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
     return Traffic(gather, reduce, replicate, gathers, reductions, to_device, to_host)
 
 
-def gather_message_nbytes(unit: UnitLayout) -> int:
-    """Return the bytes that a rank sends to each of the other ranks to unshard a unit."""
-    return sum(bucket.gather_message_nbytes for bucket in unit.buckets)
-
-
-def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> int:
-    """Return the bytes that a rank sends to each of the other ranks to reduce a bucket.
+def reduce_message(event: Event, unit: UnitLayout, shard_size: int) -> tuple[int, int]:
+    """Return the number of ranks that reduce a bucket, and the bytes that a rank sends to each of the others.
 
     It is the bucket of `unit` whose gradient has as many bytes as `event` records.
     """
     buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
     bucket = next(buckets, None)
-    return event.nbytes // shard_size if bucket is None else bucket.reduce_message_nbytes
+    if bucket is None:
+        return shard_size, event.nbytes // shard_size
+    return bucket.layout.world_size, bucket.reduce_message_nbytes
 
 
 def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:

@@ -44,8 +44,11 @@ _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 """Names of a layer's last product in the different families."""
 
 
-def forward_flops(unit: UnitShape, job: Job) -> float:
-    """Return the FLOP of one unit's forward for one micro-batch, without those of attention."""
+def forward_flops(unit: UnitShape, job: Job, *, load: float = 1.0) -> float:
+    """Return the FLOP of one unit's forward for one micro-batch, without those of attention.
+
+    `load` is the number of tokens of this rank's experts, divided by the average over all ranks.
+    """
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -56,7 +59,7 @@ def forward_flops(unit: UnitShape, job: Job) -> float:
         if block is not None and block.experts and ".experts." in parameter.name:
             if parameter.role == "adapter":
                 continue  # its product has been added to the weights
-            share = block.experts_per_token / block.experts
+            share = load * block.experts_per_token / block.experts * (parameter.tiles if parameter.of_experts else 1)
         elements = parameter.numel * (2 if parameter.exact else 1)  # two 4-bit elements in a byte
         flops += 2 * elements * share * job.tokens
     return flops
@@ -72,7 +75,7 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
     speed = device.peak(dtype) * device.efficiency
     if way not in WRITTEN_OUT and not device.is_cpu and itemsize(dtype) == 2:
-        keys = min(job.seq_len, block.window or job.seq_len)
+        keys = min(job.seq_len // job.cp, block.window or job.seq_len)  # of one block of a ring
         speed = device.flops * part_of_size(block.head_dim, keys, flash=device.flash)
     seconds = flops / speed
     if way in WRITTEN_OUT and not device.is_cpu:
@@ -101,6 +104,7 @@ class UnitWork:
         forward, backward: computation; backward includes recomputation.
         casts: casting this rank's interval before the gather, and casting gradients before the reduction.
         decoding: decoding quantised weights after the gather.
+        attention: the part of forward and backward, without recomputation, that attention takes.
         issued: the time that the host needs to issue forward, and backward, to an accelerator.
     """
 
@@ -109,6 +113,7 @@ class UnitWork:
     casts: tuple[float, float]
     issued: tuple[float, float]
     decoding: float
+    attention: tuple[float, float]
 
 
 def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
@@ -125,7 +130,7 @@ def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
     }
     works = {}
     for shape, unit in zip(model.units, setting.layout.units, strict=True):
-        flops = forward_flops(shape, job) + (head_flops(model, job) if shape is model.root else 0.0)
+        flops = forward_flops(shape, job, load=job.load) + (head_flops(model, job) if shape is model.root else 0.0)
         none = (0.0, 0.0), (0.0, 0.0), 0.0
         attention, passes, written = none if shape.block is None else of_block[shape.block]
         products, again = flops / speed, part if shape.block is not None else 0.0
@@ -142,7 +147,7 @@ def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
             issued = [fused * HostCosts().seconds(*each) + HOST_UNIT / 2 for each in counts]
         there = issued[0], issued[1] + again * issued[0]
         casts, decoding = _cast_seconds(setting, unit), _decoding_seconds(setting, unit)
-        works[unit.name] = UnitWork(forward, backward, casts, there, decoding)
+        works[unit.name] = UnitWork(forward, backward, casts, there, decoding, attention)
     return works
 
 

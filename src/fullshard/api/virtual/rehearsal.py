@@ -118,7 +118,7 @@ def time_step(
         "method": job.method != "full",
         "offload": bool(job.on_host) or job.on_host.activations,
         "compile": job.compile,
-        "tp": job.tp > 1,
+        **dict.fromkeys(job.axes, True),
         "loss": job.loss != "eager",
         "step in backward": job.schedule.steps_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),

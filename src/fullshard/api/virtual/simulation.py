@@ -117,8 +117,9 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
             "the simulation does not support bitsandbytes layers",
             hint="use --method lora --quantize nf4-double, which also stores linear layers in 4 bits",
         )
-    if job.tp > 1:
-        raise ConfigError("the simulation does not support tensor parallelism", hint="use fullshard plan")
+    if job.axes:
+        asked = ", ".join(f"{axis} = {size}" for axis, size in job.axes.items())
+        raise ConfigError(f"the simulation does not support {asked}", hint="remove them, or use fullshard plan")
     shard_size = job.row.mesh_shape(world_size, job.shard_size)[1]
     with meta_parameters():
         model = _trained(build().float(), job)
