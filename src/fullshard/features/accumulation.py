@@ -36,10 +36,7 @@ def with_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
-    """Enable or disable gradient reduction inside the block.
-
-    Gradients that are not reduced stay unsharded until a later backward reduces them.
-    """
+    """Enable or disable gradient reduction. Unreduced gradients stay unsharded until a later backward."""
     units = units_of(model)
     before = [unit.reduce_gradients for unit in units]
     for unit in units:

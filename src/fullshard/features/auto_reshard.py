@@ -1,11 +1,8 @@
 """Auto reshard: keep as many units unsharded between forward and backward as fit in memory.
 
 A unit that stays unsharded does not need another all-gather in backward. The units that run last in forward are chosen,
-because backward needs them first, so they occupy memory for the shortest time. If resharding would free no memory
-(because ranks on one host share memory, or one rank owns everything), all units stay unsharded at no cost.
-
-The memory budget is either given or measured at the beginning of the third step, when the optimizer state and the
-activations have been allocated. All ranks use the smallest budget of any rank.
+because backward needs them first, so they occupy memory for the shortest time. The budget is measured at the beginning
+of the third step, when the optimizer state and the activations have been allocated.
 """
 
 from __future__ import annotations
@@ -75,11 +72,7 @@ def keep_head(head: nn.Module) -> None:
 
 
 def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
-    """Keep the units that run last in forward unsharded, and return a description of the choice.
-
-    The smallest budget of any rank determines how many units are kept. Units that always stay unsharded, such as the
-    outermost unit and a separate head, do not count towards the budget.
-    """
+    """Keep the last units of forward unsharded, within the smallest budget of any rank. Return a description."""
     root = schedule.units[-1]
     inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are always kept
     free = [unit for unit in inner if not unit.freed_nbytes]
@@ -139,10 +132,7 @@ def _kib(text: str, name: str) -> int:
 
 
 def _available_in_group(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Return how many bytes are left under the limit of each enclosing cgroup v2.
-
-    Cached files count as free memory.
-    """
+    """Return how many bytes, including cached files, are left under the limit of each enclosing cgroup v2."""
     path = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
     group = root / path.strip("/")
     left = []

@@ -1,14 +1,9 @@
 """Language model loss computed in chunks of tokens, so that the full (tokens, vocabulary) logits are never in memory.
 
-    use_chunked_loss(model, tokens=1024)      then train as before: model(input_ids=..., labels=...).loss
-
 Forward keeps only the loss of each chunk. Backward computes the logits of each chunk again, at the cost of a second
-matrix product in the head. The loss and the gradients equal those of the usual loss, except that float32 sums over
-tokens may be added in a different order.
-
-The head computes the loss in its own forward, where its weight is unsharded, no matter which unit owns the weight. It
-returns the loss in place of the logits, and the model's forward passes it on. A model that does anything else with the
-logits would change the loss. This is detected and raises an error.
+matrix product in the head. The head computes the loss in its own forward, where its weight is unsharded, no matter
+which unit owns the weight. It returns the loss in place of the logits, and the model's forward passes it on. A model
+that does anything else with the logits would change the loss. This is detected and raises an error.
 """
 
 from __future__ import annotations
@@ -117,11 +112,7 @@ def _forward_with_loss(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
-    """Return the model's output with the loss in place of the logits.
-
-    As in Transformers, the sum of the token losses is divided by `count` if given, and otherwise by the number of
-    targets.
-    """
+    """Return the model's output with the sum of losses, divided by `count` or the number of targets, as its loss."""
     total = targets.loss
     is_handed_through = getattr(output, "logits", None) is total
     if total is None or not is_handed_through:
@@ -227,10 +218,7 @@ def _buffers(
 
 
 def _logits_gradient(logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return (softmax - one-hot) x gradient, with the shape and dtype of `logits`.
-
-    Rows of tokens without a target are zero.
-    """
+    """Return (softmax - one-hot) x gradient in the dtype of `logits`. Rows of tokens without a target are zero."""
     result = functional.log_softmax(logits.float(), dim=-1).exp_().mul_(gradient)
     targets = labels != IGNORED
     result[targets, labels[targets]] -= gradient

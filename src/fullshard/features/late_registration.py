@@ -1,9 +1,7 @@
 """Raise an error when parameters or modules are added to a model after sharding.
 
-No unit would own them, and their gradients would not be reduced. To detect them cheaply, torch hooks count how many
-parameters and modules are registered. A script can also write directly to `_parameters` or `_modules`, which changes
-the number of parameters or the identity of the modules there. The model is searched at its next forward only if one of
-these has changed.
+No unit would own them, and their gradients would not be reduced. The model is searched at its next forward, and only if
+torch hooks have counted a registration, or a script has written directly to `_parameters` or `_modules`.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ def _count(module: nn.Module, _name: str, _value: object) -> None:
 
 @functools.cache
 def _count_registrations() -> None:
-    """Install hooks that count every registration of a parameter or module.
-
-    The hooks run for every module of the process, so they are installed only when a model is sharded.
-    """
+    """Install hooks that count registrations in every module of the process. Called only when a model is sharded."""
     register_module_parameter_registration_hook(_count)
     register_module_module_registration_hook(_count)
 

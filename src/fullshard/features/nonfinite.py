@@ -209,11 +209,9 @@ class NonFiniteGuard(Extension):
         return bad
 
     def _find(self, held: Iterable[str]) -> NonFinite | None:
-        """Return which gradients are not finite, or None if none of the parameters in `held` has such a gradient.
+        """Return which gradients are not finite. The script may have repaired some since backward, so look again.
 
-        This is a collective if the guard is alarmed. `held` contains parameter names and is iterated over only in that
-        case. The gradients are checked as they are now, because the script may have repaired or dropped some since
-        backward.
+        This is a collective if the guard is alarmed. Only then is `held`, the names of parameters, iterated over.
         """
         if not self.is_alarmed:
             return None

@@ -64,10 +64,7 @@ class OptimizerCheck(Extension):
 
 
 def _check_whole(kind: type) -> None:
-    """Raise an error if this type of optimizer needs complete tensors.
-
-    If only its name suggests this, warn that every rank would gather all matrices.
-    """
+    """Raise an error if this optimizer type needs complete tensors, or warn if only its name suggests that it does."""
     name, names = f"{kind.__module__}.{kind.__name__}", {cls.__name__ for cls in kind.__mro__}
     ours = _in_place_of(kind, names)
     if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):

@@ -87,10 +87,7 @@ class _Bfloat16(_Packed):
 
 
 class _Int8Blocks(_Packed):
-    """The packing that sends each block as integers from -127 to 127 and a float32 scale.
-
-    All integers of a message come before all scales.
-    """
+    """Sends each block as integers from -127 to 127 and a float32 scale. All integers come before all scales."""
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 1)

@@ -48,9 +48,7 @@ class SubmoduleEntry(Extension):
 def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
     """Add hooks that unshard the unit when a module with some of its parameters is called outside the unit's forward.
 
-    In the outermost unit, every module with parameters gets hooks, because an encoder that is called on its own uses
-    the embedding of the root. In other units, only embeddings get hooks, because models look up tokens in them
-    (`get_input_embeddings()`) before they call the unit itself.
+    In units other than the outermost, only embeddings get hooks, as models look up tokens before they call the unit.
     """
     parts = {id(m): m for slot in unit.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
     handles = []
@@ -113,8 +111,7 @@ def _enter_methods(cls: type) -> None:
 def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of the user's class so that it unshards the unit if it is called within a forward or backward.
 
-    Outside a forward or backward, one rank might call the method alone and would wait for the others forever. There
-    the wrapper does not unshard; if the method raises, it adds a note about the cause to the error.
+    Outside of these, one rank might call the method alone and would wait for the others forever.
     """
 
     @functools.wraps(method)

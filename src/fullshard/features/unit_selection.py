@@ -85,10 +85,7 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
 
 
 def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) -> None:
-    """Warn if a large part of `model` stays in the root, which every rank holds unsharded during a complete step.
-
-    Embeddings and the head do not count, because in small models they are large, and they usually belong to the root.
-    """
+    """Warn if a large part of `model`, apart from embeddings and the head, stays in the root and thus unsharded."""
     inside = {id(p) for unit in units for p in unit.parameters()}
     usual = {id(p) for module in embeddings_of(model) for p in module.parameters()}
     root = {id(p): p for p in model.parameters() if id(p) not in inside}

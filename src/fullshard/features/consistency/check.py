@@ -117,10 +117,7 @@ class ConsistencyCheck(Extension):
                 self._check(table[..., 0])
 
     def _table(self, *numbers: int) -> torch.Tensor:
-        """Gather `numbers` from every rank into a tensor of shape (replicate size, shard size, len(numbers)).
-
-        This is a collective.
-        """
+        """Gather `numbers` from every rank as (replicate size, shard size, len(numbers)). This is a collective."""
         mesh = self._mesh
         table = torch.zeros(mesh.replicate_size, mesh.shard_size, len(numbers), dtype=torch.int64)
         table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor(numbers)

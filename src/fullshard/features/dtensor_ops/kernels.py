@@ -101,10 +101,7 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Increment the version counters of the local tensors that a kernel has changed.
-
-    Torch increments only the counters of the `ShardedTensor` wrappers.
-    """
+    """Increment the version counters of changed local tensors. Torch increments only those of the wrappers."""
     locals_ = [tensor.local for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
     if locals_:
         torch.autograd.graph.increment_version(locals_)
@@ -117,10 +114,7 @@ def _fits(tensor: torch.Tensor, spec: ShardSpec) -> bool:
 
 
 class _Locals:
-    """Converts the arguments of one kernel call to this rank's local tensors.
-
-    It also wraps the kernel's local results as sharded tensors.
-    """
+    """Converts the arguments of one kernel call to local tensors, and wraps the local results as sharded tensors."""
 
     def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
         self.target, self._spec, self._func = target, target.spec, func
@@ -151,10 +145,7 @@ class _Locals:
 
 
 def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a kernel that takes lists of tensors, such as the `_foreach` kernels that optimizers use.
-
-    At each position of the lists, the tensors are converted to local tensors of the same interval.
-    """
+    """Run a kernel that takes lists of tensors, such as the `_foreach` kernels that optimizers use."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     held = first_sharded(lists)
     assert held is not None  # noqa: S101 -- else this would not have been asked
@@ -216,10 +207,7 @@ def _check_laid_out(
 
 
 def _own(one: _Locals | None, tensor: Any) -> Any:
-    """Return the local argument for an item of a list.
-
-    `one` converts items that are computed on this rank's interval. It is None if the item is computed as a whole.
-    """
+    """Return the local argument for an item of a list, converted by `one` unless the item is computed as a whole."""
     if one is not None and isinstance(tensor, torch.Tensor):
         return one.of(tensor)
     if isinstance(tensor, WholeTensor):
@@ -228,10 +216,9 @@ def _own(one: _Locals | None, tensor: Any) -> Any:
 
 
 def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the results of a view kernel.
+    """Return the results of a view kernel: views if they are intervals of the flattened tensor.
 
-    They share memory with the tensor if they are intervals of the flattened tensor. Otherwise they are read-only copies
-    that become invalid when the tensor changes.
+    Otherwise, the results are read-only copies that become invalid when the tensor changes.
     """
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and first_sharded((args[1:], kwargs)) is None:
@@ -258,11 +245,7 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
 
 
 def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Draw the same random numbers as a single process would.
-
-    All ranks have generators in the same state. Each draws the numbers for the complete tensor and keeps its own
-    interval.
-    """
+    """Draw the numbers for the complete tensor, as a single process would, and keep those of this rank's interval."""
     tensor = args[0]
     is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
     if not isinstance(tensor, ShardedTensor):
@@ -329,10 +312,7 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
 
 
 def _reduced(local: torch.Tensor, spec: ShardSpec, placement: Placement) -> torch.Tensor:
-    """Combine the results for the ranks' parts in a collective, and return the combined result.
-
-    The reduction is not deferred, because `item()` of a partial DTensor would return only this rank's part.
-    """
+    """Reduce the ranks' results at once, because `item()` of a partial DTensor would return one rank's part."""
     parts = dtensor_of(local, spec, placement)
     if spec.is_chunked:  # torch warns if both axes are reduced at once
         parts = parts.redistribute(placements=spec.placements(None, placement))

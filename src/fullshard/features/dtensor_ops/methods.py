@@ -76,10 +76,7 @@ class _Methods(ShardedTensor):
         )
 
     def __copy__(self) -> ShardedTensor:
-        """Return a shallow copy for `copy.copy`.
-
-        It shares memory with this tensor until either of the two is given other memory.
-        """
+        """Return a shallow copy for `copy.copy`, which shares memory until either tensor is given other memory."""
         return _like(self, self.local.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -98,11 +95,7 @@ class _Methods(ShardedTensor):
         return 0
 
     def untyped_storage(self) -> NoReturn:
-        """Raise an error, because the unsharded tensor has no storage.
-
-        The storage of this rank's interval is not returned instead, because callers would take it for the complete
-        tensor.
-        """
+        """Raise an error: callers would take the storage of this rank's interval for the complete tensor."""
         raise LifecycleError(
             f"{self.name} has no storage, because this rank holds only elements {self.interval.start} to "
             f"{self.interval.stop} of {self.spec.numel}",
@@ -110,10 +103,7 @@ class _Methods(ShardedTensor):
         )
 
     def __dlpack__(self, *_args: object, **_options: object) -> NoReturn:
-        """Raise the same error as `untyped_storage`.
-
-        Without this method, torch's own implementation would crash the process.
-        """
+        """Raise the same error as `untyped_storage`, because torch's own implementation would crash the process."""
         self.untyped_storage()
 
     def tolist(self) -> Any:
@@ -157,10 +147,7 @@ class _ParameterMethods(ShardedParameter):
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Return the parameter's dtype.
-
-        It can only be set to the same dtype or to None, which means that torch allows gradients of any dtype.
-        """
+        """Return the parameter's dtype. It can only be set to this dtype or to None, which allows any dtype."""
         return self.dtype
 
     @grad_dtype.setter
@@ -170,10 +157,7 @@ class _ParameterMethods(ShardedParameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return a tensor that shares the parameter's memory but is not tracked by autograd.
-
-        Assigning a tensor to `data` copies its values into the parameter.
-        """
+        """Return a view that autograd does not track. A tensor assigned to `data` is copied into the parameter."""
         taken = vars(self).get("_data")
         if taken is None:
             taken = vars(self)["_data"] = self.wrap(self.local)
@@ -215,10 +199,9 @@ class _ParameterMethods(ShardedParameter):
         )
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view with the shape of `other`.
+        """Return a view with the shape of `other`, which must not be the parameter itself.
 
-        Raise an error if `other` is the parameter itself. Libraries create such a view to find the gradient
-        accumulation node, which a sharded parameter does not have.
+        Libraries do that to find the gradient accumulation node, which a sharded parameter does not have.
         """
         _check_is_other(self, other)
         return torch.Tensor.view_as(self, other)
@@ -238,10 +221,7 @@ def add_methods() -> None:
 
 
 def _detached_of(parameter: ShardedParameter) -> weakref.WeakValueDictionary[int, ShardedTensor]:
-    """Return the results of `detach` that are still alive.
-
-    When a tensor is assigned to `data`, they are given other memory so that they keep the old values.
-    """
+    """Return the live results of `detach`, which must keep the old values when a tensor is assigned to `data`."""
     held: weakref.WeakValueDictionary[int, ShardedTensor] = vars(parameter).setdefault(
         "_detached", weakref.WeakValueDictionary()
     )
@@ -276,11 +256,7 @@ def _replicate(tensor: ShardedTensor, reduces: bool = True) -> DTensor:
 
 
 class _Replicate(torch.autograd.Function):
-    """Autograd function that gathers the tensor as a replicated DTensor and shards the gradient again.
-
-    Torch assumes that the gradient of a replicated tensor is equal on all ranks. It may differ here, because each rank
-    may compute something else with the tensor, so backward reduces the gradient.
-    """
+    """Gathers the tensor as a replicated DTensor, and reduces its gradient, which may differ between the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor, reduces: bool) -> DTensor:
@@ -294,10 +270,7 @@ class _Replicate(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """Autograd function for `to_local`, which averages the gradient over replicas.
-
-    Torch's own function would derive wrong strides for the unsharded tensor from those of the interval.
-    """
+    """Implements `to_local`. Torch's own function would derive wrong strides from those of the interval."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
@@ -326,10 +299,9 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
-    """Reduce a gradient that each rank has computed for its own loss. This is a collective.
+    """Reduce the ranks' gradients to their mean, or with the script's divisor. This is a collective.
 
-    The sum is divided as in the unit's own gradient reduction, which gives the mean unless the script has set another
-    divisor. If `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.
+    If `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.
     """
     mesh, group = spec.mesh, spec.mesh.world_group
     divisor = float(mesh.world_size) if spec.reduction is None else spec.reduction.divisor

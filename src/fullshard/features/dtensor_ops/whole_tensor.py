@@ -28,16 +28,10 @@ from fullshard.features.dtensor_ops.methods import reduced
 
 
 class _Whole(SpreadTensor):
-    """Base class of DTensors that are complete on every rank.
-
-    If it is converted to a tensor of another class, the new tensor is independent on each rank, with its own gradient.
-    """
+    """Base class of DTensors that are complete on every rank."""
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the complete tensor.
-
-        The result is differentiable. Gradients are reduced as in `ShardedTensor.full_tensor`.
-        """
+        """Return the complete tensor. Its gradients are reduced as in `ShardedTensor.full_tensor`."""
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad:
             return _leave(self, is_plain=True)
         return super().to_local(grad_placements=grad_placements)
@@ -133,10 +127,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 class _Leave(torch.autograd.Function):
-    """Autograd function that converts a `WholeTensor` to a plain tensor or to a torch DTensor.
-
-    The plain tensor is independent on each rank. Backward reduces the gradient over the ranks.
-    """
+    """Converts a `WholeTensor` to a plain tensor (independent on each rank) or a DTensor, and reduces its gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:
@@ -228,10 +219,7 @@ class WholeCopy(_Whole):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been changed in place.
-
-    Return 0 in inference mode, where torch does not count changes.
-    """
+    """Return how often a tensor was changed in place, or 0 in inference mode, where torch does not count changes."""
     return 0 if tensor.is_inference() else tensor._version
 
 

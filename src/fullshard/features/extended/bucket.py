@@ -69,10 +69,7 @@ class ExtendedBucket(Bucket):
             parameter.rows = self.buffer.rows
 
     def _allocate(self, weights: Values | None) -> None:
-        """Copy this rank's rows, and set up the memory that the parameter is gathered into.
-
-        This gathers the parameter once, because only the extension knows which tensors it gathers.
-        """
+        """Copy this rank's rows, and gather once, because only the extension knows which tensors it gathers."""
         [slot] = self.slots
         extended = slot.parameter
         if self.plan.main_is_on_host:
@@ -192,10 +189,7 @@ class ExtendedBuffer(FullBuffer):
         return ([inputs] if isinstance(inputs, torch.Tensor) else list(inputs)), metadata
 
     def _output(self, tensor: torch.Tensor) -> tuple[FullBuffer, torch.Tensor]:
-        """Allocate memory for the gathered form of `tensor`, which the extension wants to send.
-
-        Return the buffer, and a view of it in which the ranks' tensors are concatenated, for the extension.
-        """
+        """Allocate the buffer for the gathered form of `tensor`, and return it with the extension's view of it."""
         nbytes = tensor.nbytes * self._mesh.shard_size
         buffer = self._mesh.gather.full_buffer(nbytes, torch.uint8, self._mesh.device, holds_main=False)
         output = buffer.full.view(tensor.dtype).view(-1, *tensor.shape[1:])

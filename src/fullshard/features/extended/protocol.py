@@ -1,11 +1,9 @@
 """Parameters that define their own all-gather: tensor subclasses with `fsdp_pre_all_gather`.
 
-This is torch's protocol, which torchao's float8 weights implement. `fsdp_pre_all_gather(mesh, ...)` returns the tensors
-that a rank sends for its rows. `fsdp_post_all_gather(outputs, metadata, dtype, out=)` receives the gathered tensors and
-builds the tensor that forward uses. Such a parameter is called *extended*. Most extended parameters wrap one plain
-tensor of the same shape and dtype. This tensor is sharded, optimized and saved as usual; only the data sent in the
-all-gather is different. The others are called *composed*: they wrap several tensors, or one of another shape or dtype.
-Each rank then holds an instance of the parameter's class with fewer rows.
+This is torch's protocol, which torchao's float8 weights implement. Such a parameter is called *extended*. Most extended
+parameters wrap one plain tensor of the same shape and dtype. This tensor is sharded, optimized and saved as usual; only
+the data sent in the all-gather is different. The others are called *composed*: they wrap several tensors, or one of
+another shape or dtype. Each rank then holds an instance of the parameter's class with fewer rows.
 """
 
 from __future__ import annotations

@@ -147,10 +147,7 @@ class WholeMatrices:
             travel.take(last, gone.popleft(), take)
 
     def _made(self, matrices: dict[int, torch.Tensor], dtype: torch.dtype, compute: Compute) -> dict[int, torch.Tensor]:
-        """Compute the flat result for each of this rank's matrices.
-
-        A result replaces its matrix in the dict at once, so that matrices and results are never all in memory together.
-        """
+        """Compute the flat result for each of this rank's matrices, and let it replace its matrix to save memory."""
         for number in matrices:
             parameter = self._parameter_of[number]
             made = compute(parameter, number - self._first[id(parameter)], matrices[number])
@@ -259,10 +256,7 @@ class _Travel:
         what: str,
         width: int = 1,
     ) -> _Coming:
-        """Start to send pieces to other ranks and to receive theirs.
-
-        The bucket with number `first` identifies the exchange.
-        """
+        """Start to send pieces to other ranks and to receive theirs. The exchange belongs to bucket number `first`."""
         bucket = self._whole._buckets[first]
         sizes = [[width * sum(p.interval.numel for p in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
@@ -276,10 +270,7 @@ class _Travel:
         return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what, width)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
-        """Return this rank's pieces of the matrices assigned to the replica `row`, grouped by owner.
-
-        The default is this rank's own replica.
-        """
+        """Return this rank's pieces of the matrices of the replica `row` (default: its own), grouped by owner."""
         row = self._mesh.replicate_rank if row is None else row
         return self._present([sent(self._dealing, number, row, self._mesh.shard_rank) for number in numbers])
 

@@ -37,10 +37,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state as torch does, and discard the assignment of matrices to ranks.
-
-        `load_state_dict` calls this last. The matrices are assigned again when they are next needed.
-        """
+        """Restore the state at the end of `load_state_dict`, and forget which rank owns each matrix."""
         super().__setstate__(state)
         self._whole, self._dealt = [], []
 
@@ -64,10 +61,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return [number for number, owner in enumerate(owners) if owner == own]
 
     def _deal(self) -> list[WholeMatrices]:
-        """Return the assignment of the sharded parameters' matrices to ranks.
-
-        If the parameters have changed, assign the matrices again.
-        """
+        """Return the assignment of matrices to ranks, which is made again if the sharded parameters have changed."""
         members = self._members()
         parameters = [p for p in members if isinstance(p, ShardedParameter) and p.requires_grad]
         if are_same(parameters, self._dealt):
@@ -86,13 +80,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return dealt
 
     def _check_owners(self, dealt: list[WholeMatrices]) -> None:
-        """Check that a new assignment of matrices leaves each matrix on the rank that keeps its state.
-
-        The outcome is the same on every rank.
-
-        Raises:
-            OptimizerError: A matrix with state would get another owner.
-        """
+        """Raise an error, on every rank, if a new assignment moves a matrix away from the rank that keeps its state."""
         before = {key: owners for whole in self._whole for key, owners in whole.owners().items()}
         after = {key: owners for whole in dealt for key, owners in whole.owners().items()}
         moved = [p for p in self._dealt if after.get(id(p), before[id(p)]) != before[id(p)]]

@@ -128,9 +128,6 @@ def _except(specs: set[ShardSpec], fn: Function) -> Function:
 
 
 def _is_hooked(original: torch.Tensor) -> bool:
-    """Return whether the script has registered hooks on an unsharded parameter.
-
-    The engine's own hook does not count.
-    """
+    """Return whether an unsharded parameter has hooks in addition to the engine's own hook."""
     after = torch_private.accumulated_hooks(original) or ()
     return bool(torch_private.gradient_hooks(original)) or len(after) > 1

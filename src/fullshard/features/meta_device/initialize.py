@@ -1,9 +1,7 @@
 """Allocate parameters and buffers and give them the same values on every rank, before they are sharded.
 
-This is done one unit at a time. Tensors on the meta device are allocated, initialised by their own module, and
-broadcast from rank 0. No rank therefore ever holds more than one unsharded unit of the model. A common error in such
-setups is a buffer that stays uninitialised without a warning, such as rotary frequencies. An error is therefore raised
-if nothing fills a buffer.
+This is done one unit at a time: tensors on the meta device are allocated, initialised by their own module, and
+broadcast from rank 0. No rank therefore ever holds more than one unsharded unit of the model.
 """
 
 from __future__ import annotations
@@ -119,11 +117,9 @@ def materialize(
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
-    """Allocate a module's meta tensors and run `init`. Raise an error if `init` leaves one of them without values.
+    """Allocate a module's meta tensors and run `init`. Return False if there are none, and raise if `init` skips one.
 
-    The tensors are first filled with a marker value that reveals what `init` skips. Parameters of other units (tied
-    parameters) are not touched. `own` contains (module id, attribute) pairs of this unit's parameters. Return False if
-    the module has no meta tensors to allocate.
+    A marker value reveals what `init` skips. `own` contains (module id, attribute) pairs of this unit's parameters.
     """
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
     parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]
@@ -166,10 +162,7 @@ def _sentinel(dtype: torch.dtype) -> float | int:
 
 
 def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: int) -> bool:
-    """Return whether `init` has neither written to the tensor `fresh` nor replaced it.
-
-    `version` is its version counter before `init`.
-    """
+    """Return whether `init` neither replaced nor wrote to `fresh`, whose version counter was `version` before."""
     if current is None or fresh.numel() == 0:
         return False
     if fresh.dtype is torch.bool:  # bool has no unused value for a marker
@@ -180,10 +173,7 @@ def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: in
 
 
 def _default_init(model: nn.Module, roots: Iterable[nn.Module]) -> InitFunction:
-    """Return the default function that initialises a module.
-
-    This is `_init_weights` of the Transformers model if there is one, or else the module's own `reset_parameters`.
-    """
+    """Return `_init_weights` of the Transformers model, or else a call of the module's own `reset_parameters`."""
     around: list[Any] = [model, *(m for root in roots for m in root.modules())]
     transformers_model = next((m for m in around if hasattr(m, "_init_weights")), None)
     if transformers_model is not None:

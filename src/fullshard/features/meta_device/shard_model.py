@@ -141,10 +141,7 @@ def _plan_units(
     weights: WeightSource | None,
     ignored: Iterable[nn.Parameter],
 ) -> list[UnitPlan]:
-    """Assign every parameter of the model to a unit, and return one plan for each unit.
-
-    Tensors that must be sharded but are not parameters yet are first made parameters.
-    """
+    """Return one plan for each unit. Tensors that must be sharded but are not parameters yet become parameters."""
     prepare(model, is_read_later=weights is not None)
     if weights is not None:
         weights.start(model)

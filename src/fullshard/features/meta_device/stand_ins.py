@@ -1,9 +1,7 @@
 """Units on the meta device, which have a layout but no memory until their parameters get values.
 
 Until then, the modules hold stand-ins, which are DTensors with the global shape and the layout of the future
-sharded parameters. A unit is made real by `model.to_empty(device=)`, by `load_state_dict`, or at the first forward if
-its modules hold real parameters by then. When a model is cast, its parameters are replaced with stand-ins for a moment
-and made real again in the new dtype.
+sharded parameters. When a model is cast, stand-ins replace its parameters for a moment, too.
 """
 
 from __future__ import annotations

@@ -254,10 +254,7 @@ class _Block:
 class _Saved:
     """The object that the autograd graph holds in place of a saved tensor.
 
-    Attributes:
-        tensor: the tensor if it stays on the device; otherwise an empty tensor that shares its version counter.
-        version: value of the version counter when the tensor was saved.
-        block, view: location of the data, or None if the tensor stays on the device.
+    `tensor` is the tensor if it stays on the device; otherwise an empty tensor that shares its version counter.
     """
 
     tensor: torch.Tensor

@@ -56,10 +56,7 @@ def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a state value, including those inside tensor subclasses.
-
-    Scalars such as step counts are skipped.
-    """
+    """Yield the plain tensors in a state value, also of tensor subclasses, but no scalars such as step counts."""
     if isinstance(value, ShardedTensor):
         yield value.local
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):

@@ -212,10 +212,7 @@ def dequantised(module: nn.Module) -> torch.Tensor:
 
 
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
-    """Return `(packed values, quant_state)`, bit-identical to the results of `bitsandbytes.functional.quantize_4bit`.
-
-    The values are quantised piece by piece. Only the quantisation of the scales needs the complete weight.
-    """
+    """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` does, bit for bit, in pieces."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     parts = Part("codes", "uint8", 2), Part("scales", "float32", outlined.blocksize)
     codes, scales = FourBits(StoredForm(outlined.quant_type, parts)).encode(values.view(-1))

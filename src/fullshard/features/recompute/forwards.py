@@ -156,11 +156,9 @@ def _reentrantly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `inner` and starts every run with the buffers that the first run started with.
+    """Return a function that runs `inner`, each time with the buffers that the first run started with.
 
-    A forward can compute its buffers and use them in its result (spectral norm), so later runs must start from the same
-    values. Later runs use copies of the buffers. The values cannot be restored in place, because autograd raises an
-    error if it has saved a buffer that was written to later.
+    Later runs use copies, because autograd raises an error if it has saved a buffer that is written to afterwards.
     """
     holders: list[nn.Module] = module.__dict__["_recomputed_buffers"]
     if not holders or torch.compiler.is_compiling():  # a compiled graph changes buffers only once
@@ -189,10 +187,7 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the id and version of each buffer by name, so that changes can be detected.
-
-    The result is empty for a batch norm, because its kernels do not count changes of buffers.
-    """
+    """Return the id and version of each buffer by name, or nothing for a batch norm, whose kernels count no changes."""
     if isinstance(module, torch_private.NormBase):
         return {}
     return {name: (id(b), b._version) for name, b in module._buffers.items() if b is not None}

@@ -128,10 +128,8 @@ def _check(offers: Sequence[_Offer]) -> None:
 class _Offer:
     """The information that other ranks need to open the file of one rank.
 
-    Attributes:
-        namespace: PID namespace, which is equal for ranks that can see each other's processes.
-        pid, descriptor: process id and file descriptor of the rank. The descriptor is None if the rank shares no file.
-        problem: the reason why the file could not be created; otherwise empty.
+    `namespace` is the PID namespace, equal for ranks that see each other's processes. `descriptor` is None if the rank
+    shares no file, and `problem` is then the reason why the file could not be created.
     """
 
     namespace: str

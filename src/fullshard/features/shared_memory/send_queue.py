@@ -151,10 +151,9 @@ class SendQueues:
                 raise RuntimeError(f"rank {source} of the group is in collective {other}, but this rank is in {tag}")
 
     def _average_interval(self, number: int, full: torch.Tensor, how: Reduction) -> torch.Tensor:
-        """Return this rank's interval of the gradients in entry `number`, averaged over the ranks.
+        """Return this rank's interval of the gradients that all ranks posted in entry `number`, averaged.
 
-        All ranks must have posted the entry. If the interval is long, the result may overwrite this rank's part of
-        `full`, and it keeps `full` in memory.
+        If the interval is long, the result may overwrite this rank's part of `full`, and it keeps `full` in memory.
         """
         rank = self._peers.rank
         own = own_interval(full, rank, self._peers.size)

@@ -61,11 +61,7 @@ def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
 
 
 def _keep_version(module: nn.Module) -> Callable[..., Any]:
-    """Wrap `_activate_lora` so that PEFT's adapters of a parameter do not count as a change of the parameter.
-
-    During a forward, these adapters (`target_parameters`) parametrize the parameter. torch then assigns the parameter
-    to itself and increments its version counter, although its values stay the same.
-    """
+    """Wrap `_activate_lora`: a parameter in `target_parameters` keeps its version, as its values stay the same."""
     activate: Any = module._activate_lora
 
     @contextlib.contextmanager
@@ -81,11 +77,7 @@ def _keep_version(module: nn.Module) -> Callable[..., Any]:
 
 
 def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
-    """Wrap Transformers' `generate` to keep the outermost unit unsharded while it runs.
-
-    Between forwards, `generate` also computes image features and encoder outputs, which may use parameters of the
-    outermost unit.
-    """
+    """Keep the outermost unit unsharded in Transformers' `generate`, which also uses it between forwards."""
     method: Any = module.generate
 
     @functools.wraps(method)

@@ -21,10 +21,7 @@ from fullshard.engine.unit_parameters import UnitState
 
 
 class _View:
-    """Base class of views of a unit. Two views of the same unit are equal.
-
-    `READ` and `SET` contain the members that can be read and set. All other members raise an error.
-    """
+    """Base class of views of a unit. `READ` and `SET` contain the members that can be read and set."""
 
     READ: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     SET: ClassVar[Mapping[str, Callable[[Unit, Any], None]]] = {}
@@ -80,20 +77,12 @@ class _Parameter(_View):
 
 
 def _is_unsharded(unit: Unit) -> bool:
-    """Return whether the parameters of a unit are unsharded.
-
-    This can be true while the modules still hold sharded parameters, because modules get the unsharded ones only when
-    they run.
-    """
+    """Return whether a unit is unsharded. Even then, its modules hold sharded parameters until they run."""
     return unit.state in (UnitState.GATHERED, UnitState.UNSHARDED)
 
 
 def _reduce_kept(unit: Unit) -> Callable[..., None]:
-    """Return a function that reduces all unreduced gradients of the complete model.
-
-    Units are reduced in the same order on all ranks. Gradients that were already reduced, through another group or at
-    the end of a backward, are not reduced again.
-    """
+    """Return a function that reduces all unreduced gradients of the model, in the same order on all ranks."""
     return lambda *_unused: unit.schedule.backward.reduce_if_kept()
 
 

@@ -1,11 +1,8 @@
 """Replacements for functions of torch, so that torch's own tools do not use this rank's intervals as complete tensors.
 
-They cover clipping, loss scaling, steps and state dicts of optimizers, DTensors with a parameter's placements,
-collectives that a script calls, and gradients that autograd returns to its caller. Without the replacements, these
-would silently give wrong results. torch offers no hook in most of these places. Instead, the one function that all
-calls go through (`core.imports.Replaced`) is replaced. The new function handles sharded parameters or raises an error
-for them, and works as before for everything else. torch is not changed until a model or tensor is sharded for the first
-time.
+Without them, these tools would silently give wrong results, and torch offers no hook in most of these places. Instead,
+the one function that all calls go through (`core.imports.Replaced`) is replaced when a model or tensor is sharded for
+the first time. The new function handles sharded parameters or raises an error for them.
 """
 
 from __future__ import annotations
@@ -153,10 +150,7 @@ def _group_norm(
     order: float,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Return the norm of sharded gradients, over all ranks that share them, in float32 or wider.
-
-    Most ranks have an empty interval of most gradients. Empty intervals are skipped.
-    """
+    """Return the norm of sharded gradients, over all ranks that share them, in float32 or wider."""
     parts = [gradient for gradient in gradients if gradient.numel()]
     # computed over all gradients, so it is equal on every rank
     dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
@@ -305,11 +299,7 @@ def _make_dtensor(
 
 
 def _made(torchs: Replaced, *args: Any, **options: Any) -> DTensor:
-    """Call a torch function that makes a DTensor, and return its result.
-
-    If the placements are those of a sharded parameter, let torch make a replicated DTensor, and return this rank's part
-    of it as a sharded tensor.
-    """
+    """Make a DTensor as torch does, or a sharded tensor if the placements are those of a sharded parameter."""
     *given, device_mesh, placements = args
     ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
@@ -351,10 +341,7 @@ def _check_no_graph(tensor: torch.Tensor) -> None:
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *args: Any, **options: Any) -> None:
-    """Fill DTensors from complete tensors as torch does, but also fill sharded parameters.
-
-    `local_state_dict` contains a pair (DTensor, complete tensor) for each of the keys.
-    """
+    """Fill DTensors and sharded parameters from the pairs (DTensor, complete tensor) in `local_state_dict`."""
     others = []
     for key in keys:
         pair = local_state_dict.get(key)
@@ -384,10 +371,7 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
 
 
 def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
-    """Run a backward as torch does, but raise `LifecycleError` if it would silently return None as a gradient.
-
-    This happens if the caller asks for the gradient of a sharded parameter, but the graph contains the unsharded one.
-    """
+    """Run a backward, but raise `LifecycleError` if it would return None as the gradient of a sharded parameter."""
     inputs = args[3] if len(args) > 3 else ()
     wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
     if wanted and options.get("accumulate_grad"):
@@ -420,10 +404,7 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
 
 
 def _give_whole_adapters(module: ModuleType) -> None:
-    """Make PEFT's `get_peft_model_state_dict` return plain tensors if this process holds all elements of the adapters.
-
-    The function is replaced in every module that has imported it by name.
-    """
+    """Make PEFT's `get_peft_model_state_dict` return plain tensors for adapters that this process holds completely."""
     place = Replaced.of(module, "get_peft_model_state_dict")
 
     @functools.wraps(place.torchs)

@@ -313,10 +313,7 @@ class Watchdog(Watcher):
         return own
 
     def _statuses(self, seconds: float) -> dict[int, Status]:
-        """Return the statuses of the other ranks after watching them for `seconds`.
-
-        `is_alive` is set for each rank that has updated its status during this time.
-        """
+        """Watch the other ranks for `seconds`. Return their statuses, with `is_alive` for those that were updated."""
         try:
             before = status.read_statuses(dist.get_rank())
             self._is_over.wait(seconds / 2)
@@ -350,9 +347,7 @@ class Watchdog(Watcher):
     def _failure(self, others: dict[int, Status] | None = None) -> str:
         """Return a message if a rank has had an error that other ranks of a group did not have, or an empty string.
 
-        Args:
-            others: statuses of the other ranks. If given, the ranks with fewer errors must be waiting. A rank that is
-                still running may have the same error later.
+        If the statuses `others` are given, ranks with fewer errors count only if they wait: others may fail later.
         """
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
         if total and (total != self._found[0] or others is not None):  # the explanation may arrive later
