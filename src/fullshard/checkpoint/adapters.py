@@ -99,20 +99,13 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
 
 def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
-    """Return the model's parameters and buffers, keyed by state dict name.
-
-    A tensor with several names appears under each of them. For example, the layers of a VeRA adapter share their
-    buffers.
-    """
+    """Return the model's parameters and buffers, keyed by each of their names in the state dict."""
     return {name: local for local in local_tensors(model) for name in local.names}
 
 
 @contextlib.contextmanager
 def _unpruned(config: Any) -> Iterator[None]:
-    """Make PEFT return the state of all ranks of an AdaLoRA adapter while the context is active.
-
-    Otherwise, PEFT omits the ranks that AdaLoRA has pruned.
-    """
+    """While active, make PEFT return all ranks of an AdaLoRA adapter, including those that AdaLoRA has pruned."""
     ranks = getattr(config, "rank_pattern", None)
     if ranks:
         config.rank_pattern = None

@@ -126,10 +126,7 @@ def _form(kind: str, block: int) -> StoredForm:
 
 
 def _by_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
-    """Return the shape of codes or scales, each of which belongs to `elements` consecutive elements of a row.
-
-    The shape is 1-D if the row length is not a multiple of `elements`.
-    """
+    """Return the shape of codes or scales, each of which belongs to `elements` consecutive elements of a row."""
     if shape[-1] % elements:
         return (-(-math.prod(shape) // elements),)
     return (*shape[:-1], shape[-1] // elements)

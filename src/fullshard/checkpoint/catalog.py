@@ -99,10 +99,7 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
 
 
 def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, Manifest]]]]:
-    """Return the checkpoints with readable manifests, newest first. Log each checkpoint that cannot be read.
-
-    A checkpoint has one manifest, or one for each of its parts.
-    """
+    """Return the readable checkpoints, newest first, with one manifest per part. Log those that cannot be read."""
     found = []
     for directory in entries_of(root) if root.is_dir() else []:
         if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):
@@ -116,11 +113,7 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
 
 
 def _checkpoint_in(directory: Location) -> tuple[list[tuple[Location, Manifest]], str]:
-    """Return (directory, manifest) of the checkpoint in a directory, and an empty string.
-
-    If the directory contains several models, the list has an entry for each of them. If the directory looks like a
-    checkpoint but is invalid, return an empty list and the reason.
-    """
+    """Return (directory, manifest) of each model in a checkpoint, or an empty list and the reason why it is invalid."""
     places = [directory, *part_paths(directory)]
     try:
         parts = [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]

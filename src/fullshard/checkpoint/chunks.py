@@ -102,10 +102,7 @@ def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: 
 
 
 def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
-    """Yield patches that copy the box `wanted` of the full tensor from the parts of the source.
-
-    `offset` is the position of the box in the wanted interval, in elements.
-    """
+    """Yield patches that copy the box `wanted` from the source's parts to element `offset` of the wanted interval."""
     dim, start = source.dim, 0
     first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
     for part in range(source.parts):

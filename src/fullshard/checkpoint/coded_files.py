@@ -202,10 +202,7 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
 
 
 def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Sequence[int] | None) -> TensorSource:
-    """Return the source of a weight that has one scale per block of rows and columns.
-
-    If `block` is None, one scale applies to each complete matrix.
-    """
+    """Return the source of a weight with one scale per block of rows and columns, or per matrix if `block` is None."""
     *others, rows, columns = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
     height, width = (rows, columns) if block is None else block
     grid = (*others, -(-rows // height), -(-columns // width))
@@ -230,11 +227,8 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
 def _read_spread(
     scales: TensorSource, rows: tuple[int, int], columns: torch.Tensor, interval: Interval, out: torch.Tensor
 ) -> None:
-    """Read the scales of blocks of rows and columns, repeated so that every row of the matrix has its own scales.
-
-    `rows` is (number of rows in a matrix, number of rows in a block). `columns` maps each scale of a row to the block
-    column that it belongs to.
-    """
+    """Read the scales of blocks, repeated so that every row of the matrix has its own scales."""
+    # `rows` is the number of rows in a matrix and in a block. `columns` is the block column of each scale of a row.
     first, stop = interval.start // len(columns), -(-interval.stop // len(columns))
     per_matrix, per_row = -(-rows[0] // rows[1]), int(columns[-1]) + 1
     index = torch.arange(first, stop)

@@ -47,10 +47,7 @@ def coded_source(
 
 @torch.no_grad()
 def _read_decoded(coded: CodedSource, numel: int, interval: Interval, out: torch.Tensor) -> None:
-    """Fill `out` with the decoded elements in `interval`, counted in block order.
-
-    The elements are decoded in pieces to limit memory use.
-    """
+    """Decode the elements in `interval`, counted in block order, into `out`, in pieces to limit memory use."""
     form = coded.form
     for start in range(interval.start // form.atom * form.atom, interval.stop, CPU_PIECE_NUMEL):
         piece = Interval(start, min(start + CPU_PIECE_NUMEL, -(-interval.stop // form.atom) * form.atom, numel))

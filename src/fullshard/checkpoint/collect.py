@@ -256,10 +256,7 @@ def _state_dict(source: Any) -> Any:
 
 
 def _with_wholes(value: Any, *, is_kept: bool) -> Any:
-    """Return a value in which full tensors in host memory replace the sharded ones. All ranks must call this.
-
-    If `is_kept` is false, the tensors are still gathered, but replaced with empty tensors.
-    """
+    """Replace sharded tensors by full ones on the host, or empty ones unless `is_kept`. All ranks must call this."""
     if isinstance(value, ShardedTensor):
         whole = value.full_tensor()
         return whole.cpu() if is_kept else torch.empty(0)

@@ -182,11 +182,8 @@ class Rules:
         return name, None
 
     def _prefixed(self, name: str) -> str:
-        """Return a tensor's name with the prefix of the base model added or removed, so that the model has this name.
-
-        If the model has the name already, return it unchanged. Transformers changes the prefix even then, and thus
-        swaps two norms of Pixio's backbone, where one name has the prefix and the other does not.
-        """
+        """Add or remove the base model's prefix if the model has the tensor only under the resulting name."""
+        # Transformers also does this to existing names, and thus swaps two norms of Pixio's backbone.
         prefix = f"{self.outline.base_model_prefix}."
         candidates = (name, name.removeprefix(prefix), prefix + name)
         return next((each for each in candidates if each in self.outline.tensors), name)
@@ -246,10 +243,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, Any, int]]:
-    """Return a sort key that orders numbers in names by value, so that expert 2 comes before expert 10.
-
-    Transformers uses this order for the tensors of a group.
-    """
+    """Return a sort key that orders numbers in names by value, as Transformers orders the tensors of a group."""
     parts: list[tuple[int, Any, int]] = []
     for part in name.split("."):
         if part.isdigit():

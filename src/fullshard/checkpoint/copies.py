@@ -180,12 +180,8 @@ class MemoryCopies:
         self._begun, self._due = step, step + max(1, self.max_lost_steps // 2)
 
     def _make_room(self, directory: Path, nbytes: int) -> None:
-        """Create the directory for a copy.
-
-        Raise `CheckpointError` if there is not enough memory. The first copy needs enough memory for itself and for the
-        next copy.
-        """
-        needed = nbytes if self._begun else 2 * nbytes
+        """Create the directory for a copy. Raise `CheckpointError` if there is not enough memory."""
+        needed = nbytes if self._begun else 2 * nbytes  # the first copy also needs memory for the next one
         free = min(shutil.disk_usage(self.directory).free, available_host_memory())
         if free < needed:
             raise CheckpointError(
@@ -308,10 +304,7 @@ class PendingCopy(Pending):
 
 
 def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, parts: LoadArguments) -> dict[str, Any]:
-    """Load a copy, and read each file from any host that has it. All ranks must call this.
-
-    Raise `DamagedError` if no host has an undamaged version of a file.
-    """
+    """Load a copy, and read each file from any host that has it undamaged. All ranks must call this."""
     manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
     names = sorted(manifest.files)[hosts.local_rank :: hosts.per_host]
     found = {name: problems_of_file(directory / name, manifest) for name in names if (directory / name).is_file()}
@@ -379,11 +372,8 @@ def _file(path: Path) -> Bytes:
 
 
 def _new_file(path: Path, nbytes: int) -> Bytes:
-    """Create a file and return its bytes, mapped into memory.
-
-    The memory is allocated immediately, so that this call raises an error if there is too little. Otherwise, a signal
-    would end the process later.
-    """
+    """Create a file and return its bytes, mapped into memory."""
+    # Allocate now, so that too little memory raises an error here instead of ending the process with a signal later.
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -202,11 +202,7 @@ def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_P
 
 
 def _write_weights(directory: Path, plan: _Plan, convert: SavedLayout, ranks: Ranks) -> None:
-    """Gather every tensor, and write it on rank 0.
-
-    If writing fails, rank 0 still takes part in the remaining gathers of the file, because the other ranks wait for it.
-    Then every rank raises the error.
-    """
+    """Gather every tensor, and write it on rank 0. If writing fails, every rank raises the error after the gathers."""
     for name, members in plan:
         error: Exception | None = None
         with contextlib.ExitStack() as stack:

@@ -78,10 +78,7 @@ def gather_when_all_save(model: nn.Module) -> None:
 def _by_name(
     save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call as keyword arguments, unless some of them belong to `*args`.
-
-    Raise `TypeError` if the signature does not accept them.
-    """
+    """Return a call's arguments by keyword, unless some belong to `*args`. Raise `TypeError` if they do not fit."""
     signature = inspect.signature(save)
     signature.bind(*args, **kwargs)
     names = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -91,18 +88,12 @@ def _by_name(
 
 
 def _is_whole_here(model: nn.Module) -> bool:
-    """Return whether this rank has all elements of all parameters.
-
-    This is the case with one rank or with replicated parameters.
-    """
+    """Return whether this rank has all elements of all parameters, as with one rank or replicated parameters."""
     return all(parameter.spec.is_whole for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
 
 
 def _takes_state_dict(model: nn.Module) -> bool:
-    """Return whether the `save_pretrained` method of the model's class saves a state dict that it is given.
-
-    PEFT's method does, although its signature does not show this.
-    """
+    """Return whether the model's `save_pretrained` saves a given state dict, which PEFT's signature does not show."""
     cls: Any = user_class(model)
     save = cls.save_pretrained
     return "state_dict" in inspect.signature(save).parameters or save.__module__.startswith("peft.")

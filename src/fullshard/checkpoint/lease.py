@@ -112,10 +112,8 @@ def _of_name(path: Location) -> Location:
 
 
 def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
-    """Take the lease `path`. Raise `ConfigError` if another job holds this lease or one of `others`.
-
-    Return False if this process already held the lease, or if the file system does not support locks.
-    """
+    """Take the lease `path`. Raise `ConfigError` if another job holds this lease or one of `others`."""
+    # False means that this process already held the lease, or that the file system does not support locks.
     if path in _HELD:
         return False
     if isinstance(path, ObjectPath):
@@ -196,20 +194,14 @@ def _new() -> bytes:
 
 
 def _born(pid: Any) -> str:
-    """Return an id for a process that differs from those of all other processes with the same pid, on any host.
-
-    Return an empty string if the system does not provide this information.
-    """
+    """Return an id that no other process with this pid has, on any host, or an empty string if it is unknown."""
     with contextlib.suppress(OSError, IndexError):
         return f"{this_machine()} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     return ""
 
 
 def _take_file(path: Path) -> int:
-    """Create and lock a lease file, and return its file descriptor.
-
-    Raise `ConfigError` if another process has locked it, and `OSError` if the file system does not support locks.
-    """
+    """Lock a lease file and return its descriptor. Raise `ConfigError` if another process has locked the file."""
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
@@ -232,10 +224,8 @@ def _take_file(path: Path) -> int:
 
 
 def _refuse_living(path: ObjectPath) -> None:
-    """Raise `ConfigError` if the process that wrote this lease is alive; otherwise remove the lease.
-
-    A process on this host is identified by its pid. A process on another host is alive if it renews the lease.
-    """
+    """Raise `ConfigError` if the process that wrote this lease is alive; otherwise remove the lease."""
+    # A process on this host is identified by its pid. A process on another host is alive if it renews the lease.
     begin, own = time.monotonic(), _born(os.getpid())
     first = found = _read(path)
     pid, born = first.get("pid"), str(first.get("born"))

@@ -71,14 +71,11 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor on this rank that a load fills with stored elements. Its dtype is that of the record.
-
-    The elements are those in `interval` of the flattened full tensor, counted in the order of `chunking`.
-    """
+    """A tensor on this rank that a load fills with the elements in `interval`, counted in the order of `chunking`."""
 
     kind: str
     name: str
-    record: TensorRecord
+    record: TensorRecord  # also the dtype of the tensor
     interval: Interval
     tensor: torch.Tensor | CodedTensor
     chunking: Chunking = UNCUT
@@ -261,10 +258,7 @@ class _Load:
         return names
 
     def restore(self, stored: Mapping[str, torch.Tensor], *, rng: bool) -> dict[str, Any]:
-        """Restore the state of all objects from the tensors that `read` returned, and return `extra`.
-
-        The optimizer's state is created directly, without a call of `step()`.
-        """
+        """Restore all objects from the tensors that `read` returned, without calling `step()`, and return `extra`."""
         if self.optimizer is not None:  # the constructor raised an error if it was not saved
             for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
                 options = {key: decode_value(value, stored) for key, value in record.options.items()}
@@ -362,10 +356,7 @@ class _Load:
         *,
         on_device: bool,
     ) -> Any:
-        """Return one value of optimizer state: a Python value, or a tensor that the load will fill.
-
-        The existing tensor `there` is reused if it fits, because it takes time to allocate new memory.
-        """
+        """Return a value of optimizer state, or a tensor to fill, which is `there` if it fits, to save time."""
         if isinstance(record, StateValueRecord):
             return decode_value(record.value, {})
         dtype = dtype_of(record)
@@ -413,11 +404,7 @@ def _fill(target: _Target, readers: Readers) -> None:
 
 
 def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Sequence[GroupRecord]:
-    """Return the saved parameter groups in the order in which the optimizer has these groups.
-
-    Formats that flatten the state do not keep the order of the groups. If the saved groups are not the same as those of
-    the optimizer, return them unchanged.
-    """
+    """Return saved groups in the optimizer's order, which flattened formats lose, or unchanged if they do not match."""
     found = [next((record for record in saved if set(record.parameters) == mine), None) for mine in names]
     ordered = [record for record in found if record is not None]
     is_permutation = len(ordered) == len(saved) == len({id(record) for record in ordered})
@@ -468,10 +455,7 @@ def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
 
 
 def _opened(directory: Location, ranks: Ranks) -> bytes:
-    """Check the manifest and the sizes of all files, and return the bytes of the manifest. All ranks must call this.
-
-    Only rank 0 reads, to reduce the load on the file system.
-    """
+    """Check the manifest and file sizes, on rank 0 only, and return the manifest. All ranks must call this."""
 
     def look() -> bytes:
         if isinstance(directory, Path) and not directory.exists() and (old := replaced_directories(directory)):
@@ -487,10 +471,7 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
 
 
 def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
-    """Return whether this rank needs the optimizer state under `key`.
-
-    A rank needs all state except that of matrices that other ranks own.
-    """
+    """Return whether this rank needs the optimizer state under `key`. It does not if another rank owns the matrix."""
     if not (isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)):
         return True
     return int(key.rpartition(".")[2]) in optimizer.owned(parameter)

@@ -142,10 +142,7 @@ class ObjectPath(PurePosixPath):
         return str(self._files()._strip_protocol(str(self))).strip("/")
 
     def _is_it(self, key: str) -> bool:
-        """Return whether an entry in a list of objects is this path itself.
-
-        Such an entry exists if a tool has created an empty object for the directory.
-        """
+        """Return whether a listed object is the path itself, which tools may create as an empty object."""
         return key.strip("/") == self._key()
 
     def _ask(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:

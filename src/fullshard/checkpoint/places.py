@@ -43,10 +43,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _without_wrappers(path: str) -> str:
-    """Return a module path without the parts added by PEFT's wrappers and checkpoint wrappers.
-
-    A module that PEFT trains completely starts as a copy of the original module, so it gets the name of the original.
-    """
+    """Return a module path without the parts that PEFT (also for its trained copies) and checkpoint wrappers add."""
     path = re.sub(r"(^|\.)modules_to_save\.[^.]+(?=\.|$)", "", clean_name(path))
     return ".".join(part for part in path.split(".") if part not in ("", "base_layer", "original_module"))
 

@@ -200,11 +200,7 @@ def _resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool | None = None,
 ) -> nn.Module:
-    """Resize the embeddings as Transformers does.
-
-    If the old rows have not been read yet, new rows cannot be drawn with their mean and covariance, so `mean_resizing`
-    is an error.
-    """
+    """Resize the embeddings as Transformers does. `mean_resizing` is an error if the old rows are not read yet."""
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
             "mean_resizing=True needs the old rows of the embedding, which are read only when the model is sharded",
@@ -364,10 +360,7 @@ class PretrainedWeights:
         return True
 
     def _read_row_norms(self, base: Any, out: torch.Tensor) -> None:
-        """Compute DoRA's initial magnitudes, which are the norms of the rows of the base weight.
-
-        A weight that is quantised during the load is already in memory. Any other weight is read a few rows at a time.
-        """
+        """Compute DoRA's initial magnitudes, the row norms of the base weight, a few rows at a time."""
         if is_exact(base.weight):
             values = dequantised(base)
             dtype = torch.promote_types(
@@ -422,10 +415,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Return whether the only difference between two shapes of a table is that the model's table has more rows.
-
-    This is the case after `resize_token_embeddings`.
-    """
+    """Return whether a table differs from its stored shape only by more rows, as after `resize_token_embeddings`."""
     is_table = isinstance(module, nn.Embedding | nn.Linear) and len(shape) == len(stored) and len(shape) in (1, 2)
     return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 
@@ -438,11 +428,7 @@ def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> 
 
 
 def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
-    """Return the modules that contain parts of LoRA adapters, keyed by id.
-
-    Each value is (kind of part, initialisation scheme, layer). Raise `ConfigError` for an initialisation that needs the
-    full base weight.
-    """
+    """Return (kind of part, initialisation scheme, layer) for each module of a LoRA adapter, keyed by id."""
     schemes: dict[str, Any] = {}
     for module in model.modules():
         if isinstance(configs := module.__dict__.get("peft_config"), Mapping):

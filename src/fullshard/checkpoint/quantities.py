@@ -94,10 +94,7 @@ def _quantization_config(model: nn.Module) -> Any:
 
 
 def _shape(module: nn.Module, parameter: Any) -> tuple[int, ...] | None:
-    """Return the unquantised shape of a weight that bitsandbytes has quantised or will quantise.
-
-    Return None for any other weight. bitsandbytes quantises a weight when it is moved to a device.
-    """
+    """Return the unquantised shape of a weight that bitsandbytes quantises, now or on a device, or None."""
     holder = module[0] if isinstance(module, ParametrizationList) else parameter
     state = getattr(holder, "quant_state", None)
     if state is not None:

@@ -191,10 +191,7 @@ class Read:
 
 
 def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tuple[int, int] | None:
-    """Return the range of items of one part (codes, scales or book) that belong to the given blocks.
-
-    Return None if the complete part must be read.
-    """
+    """Return the range of items of a part (codes, scales or book) for these blocks, or None to read all of it."""
     if isinstance(coding, FormRecord):
         found = next(one for one in FORMS[coding.form].parts if one.name == part)
         return found.numel(blocks.start), found.numel(blocks.stop)

@@ -90,10 +90,7 @@ def are_equal(one: TensorSource, other: TensorSource) -> bool:
 def _coded_together(
     group: Group, stored: Mapping[str, TensorSource], outline: Outline
 ) -> Callable[[str, tuple[int, ...]], CodedSource] | None:
-    """Return a function that returns the source of a tensor's codes, for the tensors of one group.
-
-    Return None if the files do not contain codes for this group.
-    """
+    """Return a function that returns the source of a tensor's codes, or None if the group's files have no codes."""
     taken = {key: stored[key].coded for _, key in group.takes}
     first = next((coded for coded in taken.values() if coded is not None), None)
     if first is None:
@@ -106,11 +103,8 @@ def _coded_together(
             parts[part.name] = _Together(group, own, outline, torch_dtype(part.dtype))
 
     def coded_of(name: str, shape: tuple[int, ...]) -> CodedSource:
-        """Return the source of the codes of a tensor whose values have this shape.
-
-        If the row length is not a multiple of the block size, the source has no mark, so that the values are read
-        instead.
-        """
+        """Return the source of the codes of a tensor whose values have this shape."""
+        # If rows are not a multiple of the block size, the source has no mark, so that the values are read instead.
         sources: dict[str, TensorSource] = {}
         for part in first.form.parts if parts else ():
             together = parts[part.name]

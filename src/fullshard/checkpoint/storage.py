@@ -239,11 +239,8 @@ def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove temporary directories in the parent of `final` that no process has locked.
-
-    If the file system does not support locks, remove only those of saves to the same name, because no other job should
-    save to that name.
-    """
+    """Remove temporary directories in the parent of `final` that no process has locked."""
+    # Without file locks, remove only those of saves to the same name, because no other job should save to that name.
     same_name = _beside(final, TEMP_PREFIX)
     for path in sorted(final.parent.iterdir()):
         if path not in same_name and not (_TEMPORARY.fullmatch(path.name) and path.is_dir()):

@@ -222,10 +222,7 @@ def remove_checkpoint(path: Location) -> None:
 
 
 def _saved_there(final: ObjectPath) -> str | None:
-    """Return the id of the save that is committed at `final`.
-
-    Return an empty string if the manifest is damaged, and None if there is no manifest.
-    """
+    """Return the id of the save committed at `final`, an empty string if its manifest is damaged, or None."""
     try:
         return read_manifest(final).save_id
     except CheckpointError:
@@ -249,10 +246,7 @@ def _is_manifest(name: str) -> bool:
 
 
 def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
-    """Return whether all manifests exist that the checkpoint of one or several models needs.
-
-    Also return True if one of them is damaged, because the number is then unknown.
-    """
+    """Return whether all manifests exist, or one is damaged, so that the required number is unknown."""
     if MANIFEST_NAME in manifests:
         return True
     try:

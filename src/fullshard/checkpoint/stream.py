@@ -76,9 +76,7 @@ def stream_weights(
 
 @torch.no_grad()
 def _make(form: SavedLayout, batch: Batch, is_given: bool) -> dict[str, torch.Tensor]:
-    """Gather a batch. If `is_given` is set, return the tensors to store, by name; otherwise, return an empty dict.
-
-    This is a separate function so that all temporary tensors are released when it returns.
-    """
+    """Gather a batch. If `is_given` is set, return the tensors to store, by name; otherwise, return an empty dict."""
+    # This is a separate function so that all temporary tensors are released when it returns.
     wholes = form.gather(batch)
     return form(batch, wholes()) if is_given else {}

@@ -334,10 +334,7 @@ class TensorFileReader:
         return min(self._chunk_nbytes, self._record.nbytes - index * self._chunk_nbytes)
 
     def _chunk(self, index: int) -> Bytes:
-        """Return chunk `index` after verifying it.
-
-        The last chunk is cached, because several small tensors can be in the same chunk.
-        """
+        """Return chunk `index`, verified. The last chunk is cached, because it may contain several small tensors."""
         if self._cached != index:
             if self._kept.nbytes == 0:
                 self._kept = np.empty(min(self._chunk_nbytes, self._record.nbytes), dtype=np.uint8)
@@ -367,10 +364,7 @@ class TensorFileReader:
         return crc32c
 
     def _read_some(self, out: memoryview, at: int) -> int:
-        """Read bytes into `out`, and return how many were read, which can be fewer than requested.
-
-        Raise `CheckpointError` if the file ends here or cannot be read.
-        """
+        """Read at least one byte into `out`, and return how many were read, or raise `CheckpointError`."""
         try:
             with asked(self.path, "read") if isinstance(self.path, ObjectPath) else contextlib.nullcontext():
                 self._file.seek(at)

@@ -116,11 +116,8 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
 
 
 def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> bool:
-    """Return whether this rank is the first of those ranks outside its mesh that hold the same tensor.
-
-    Such ranks can exist even if the spec has no outer group. A parameter that is sharded over only a part of all ranks
-    is replicated along the axis of `beneath`, which is the outer group of other parameters.
-    """
+    """Return whether this rank is the first of those ranks outside its mesh that hold the same tensor."""
+    # A parameter sharded over a part of all ranks is replicated along `beneath`, the outer group of other parameters.
     if spec.is_chunked:
         return True
     group = spec.outer_group

@@ -206,10 +206,7 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
 
 
 def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
-    """Return the problems with values in a manifest that cannot be decoded.
-
-    Add the names of the tensors that all other values contain to `named`.
-    """
+    """Return the problems of values that cannot be decoded. Add the names of tensors in other values to `named`."""
     values = dict(manifest.states)
     if (optimizer := manifest.optimizer) is not None:
         for number, group in enumerate(optimizer.groups):

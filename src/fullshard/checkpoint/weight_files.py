@@ -83,10 +83,7 @@ class CodedSource:
 
 @torch.no_grad()
 def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, out: torch.Tensor) -> None:
-    """Fill `out` with elements of a tensor that starts at byte `first` of a file.
-
-    The elements are read through a small buffer, to limit memory use.
-    """
+    """Fill `out` with elements of a tensor that starts at byte `first` of a file, through a small buffer."""
     per_round = _STAGING_NBYTES // dtype.itemsize
     with path.open("rb") as file:
         file.seek(first + interval.start * dtype.itemsize)

@@ -268,11 +268,8 @@ def _timeout(device: torch.device) -> timedelta:
 
 
 def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group. Only the ranks of the new group call this.
-
-    If the default group is bound to a device, torch splits new groups off it. NCCL then hangs unless all ranks of the
-    default group take part, so the binding is suspended here.
-    """
+    """Create a process group. Only the ranks of the new group call this."""
+    # torch splits groups off a default group that is bound to a device, and NCCL then waits for all ranks. Suspend it.
     world, timeout = _world(), _timeout(device)
     bound, world.bound_device_id = world.bound_device_id, None
     try:
@@ -329,12 +326,9 @@ def _check_part(device_mesh: DeviceMesh) -> None:
 
 
 def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
-    """Build a mesh of some of the ranks when tensor or pipeline parallelism uses the other axes.
-
-    The mesh uses the existing groups of `device_mesh`, because creating new groups would require all ranks. Only a mesh
-    with two axes needs one new group. All ranks must then call this together, each with its own mesh. Groups sort their
-    ranks, regardless of their order in the mesh.
-    """
+    """Build a mesh from existing groups of `device_mesh`, because creating new groups would require all ranks."""
+    # A mesh with two axes needs one new group. All ranks must then call this together, each with its own mesh.
+    # Groups sort their ranks, regardless of their order in the mesh.
     _check_part(device_mesh)
     shard = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)
     replicate = device_mesh.get_group(0) if only_replicates or device_mesh.ndim == 2 else None

@@ -195,13 +195,9 @@ class Backward:
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:
-        """Exchange the final message. Return, for each reduced bucket, which parameters were used on any rank.
-
-        A parameter that no rank used must keep `.grad = None`, or weight decay would still update it. The message also
-        says whether any rank collected more gradients than it reduced, through reentrant checkpointing or a unit that
-        ran only under `no_sync`. In that case all ranks reduce the bucket once more, unless it is not to be reduced
-        yet. The message also says whether all ranks reduced the same buckets, and carries the messages of extensions.
-        """
+        """Exchange the final message. Return, for each reduced bucket, which parameters were used on any rank."""
+        # A parameter that no rank used must keep `.grad = None`, or weight decay would still update it. If any rank
+        # collected more than it reduced (reentrant checkpointing, a unit run only under `no_sync`), all reduce again.
         collecting = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)
         ends = [bucket.gradient.unsharded.end(is_reduced=bucket in launched) for bucket in collecting]

@@ -164,12 +164,9 @@ class Calls:
 
 
 def _below(outputs: Sequence[Node]) -> list[Node]:
-    """Return the nearest nodes that precede all of `outputs` in the graph, except nodes that accumulate gradients.
-
-    The call may own these nodes, because none of them leads to an output. The hook of an output owns the call. If the
-    call owned a node that leads to an output (such as the node of the logits beside the loss), the graph would never be
-    freed, because Python's garbage collector does not traverse it.
-    """
+    """Return the nearest nodes that precede all of `outputs` in the graph, except nodes that accumulate gradients."""
+    # The call may own these. If it owned a node that leads to an output, whose hook owns the call (the logits beside
+    # the loss), the graph would never be freed, because Python's garbage collector does not traverse it.
     first = min(map(torch_private.number_of, outputs))
     found: list[Node] = []
     ahead, seen = list(outputs), set(outputs)
@@ -196,10 +193,7 @@ def _reached(unit: Unit, call: Call) -> Callable[[Any], None]:
 
 
 def _passed(unit: Unit, call: Call) -> Callable[[Any, Any], None]:
-    """Return the hook for the identities before the inputs of a unit.
-
-    It refers to the call weakly, because inputs may outlive the outputs of the unit, whose hooks own the call.
-    """
+    """Return the hook for a unit's inputs. It refers to the call weakly, because inputs may outlive the outputs."""
     reference = weakref.ref(call)
 
     def hook(_grad_inputs: Any, _grad_outputs: Any) -> None:

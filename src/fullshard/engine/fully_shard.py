@@ -275,10 +275,7 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
 
 
 def _data_parallel(device_mesh: Any, dims: Any) -> Mesh:
-    """Return a mesh of the data-parallel axes of `device_mesh`. All ranks of `device_mesh` must call this.
-
-    Several shard axes are combined into one, and so are several replicate axes.
-    """
+    """Return a mesh of the data-parallel axes, with axes of the same kind combined. All ranks must call this."""
     names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
     wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]
     named = [name for part in wanted for name in part]

@@ -139,10 +139,7 @@ def _tell_load(module: nn.Module, *_arguments: object) -> None:
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return the class that a module of class `cls` gets when it becomes a unit.
-
-    There is one class per name and forward, because a compiler creates one graph per class.
-    """
+    """Return the class of a unit: one per name and forward, because a compiler creates one graph per class."""
     for made in cls.__subclasses__():
         if made.__name__ == name and made.__dict__.get(_MADE_FROM) == cls.forward:
             return made

@@ -241,10 +241,8 @@ class Unit(UnitParameters):
         self.schedule.backward.reducer.publish_when_final()
 
     def _reshard_if_passed(self) -> None:
-        """Reshard if all gradients exist and no hook will signal that backward has left the calls.
-
-        If an input requires a gradient, or a parameter is frozen, backward may still read a parameter.
-        """
+        """Reshard if all gradients exist and no hook will signal that backward has left the calls."""
+        # If an input requires a gradient, or a parameter is frozen, backward may still read a parameter.
         calls = [call for call in self.calls.live() if call.is_in_backward]
         if not any(call.has_inputs for call in calls):
             for call in calls:

@@ -117,10 +117,8 @@ class UnshardedGradient:
             piece.add_(grad.ravel())
 
     def _check_data(self, failed: int | None = None) -> None:
-        """Raise an error if a collected gradient belongs to a parameter whose data is no longer part of the bucket.
-
-        `failed` is the index of a parameter with a gradient that could not be collected.
-        """
+        """Raise an error if a parameter with a gradient no longer has its data in the bucket."""
+        # `failed` is the index of a parameter with a gradient that could not be collected.
         if self._storage_id is None:
             return
         held = self._originals

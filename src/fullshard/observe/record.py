@@ -135,12 +135,9 @@ def _json(path: Path, folder: Path, kind: type[Kind]) -> Kind | None:
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps in the newest readable state file of Trainer.
-
-    A killed run may leave an incomplete file. If no file is readable, raise the error for the newest one.
-    """
+    """Return the steps in Trainer's newest readable state file, or raise the error for the newest file."""
     inside = [path for path in folder.glob("checkpoint-*") if path.is_dir() and not path.is_symlink()]
-    cut_off = None
+    cut_off = None  # the error for the newest file, which a killed run may have left incomplete
     for place in (folder, *sorted(inside, key=_numbers, reverse=True)):
         try:
             if state := _json(place / _TRAINER_STATE, folder, _TrainerState):

@@ -106,10 +106,7 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
 
 
 def _of(run: RunRecord, name: str, of: Callable[[list[float]], float], form: str = "") -> str:
-    """Summarise a series of metrics with the function `of`, and return the result as text.
-
-    `form` is the format of the number. Without it, the number is formatted as a size in bytes.
-    """
+    """Return the result of `of` for a series of metrics as text, formatted by `form` or as a size in bytes."""
     values = run.series(name)[1]
     if not values:
         return ""
@@ -140,10 +137,7 @@ def _trouble(run: RunRecord) -> Rows:
 
 
 def _settings(runs: Sequence[RunRecord]) -> tuple[Rows, list[int], Rows]:
-    """Return the given settings, the indices of those that differ between runs, and the default settings.
-
-    Settings are rows of a table: a name, and a value for each run.
-    """
+    """Return rows (name, value per run) of given settings, indices of those that differ, and rows of defaults."""
     given, differing, by_default = Rows(), list[int](), Rows()
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         found = [run.settings.get(name) for run in runs]
@@ -168,10 +162,7 @@ def _details(event: dict[str, Any]) -> str:
 
 
 def _value(value: object) -> str:
-    """Return the text of a value that was read from a file.
-
-    Integers with thousands of digits need special handling, because Python refuses to format them.
-    """
+    """Return the text of a value from a file. Python refuses to format integers with thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 1000:
         return "a huge number"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -178,10 +178,7 @@ def deal(
 
 
 def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Split `numbers` into at most `count` contiguous parts with about the same total size.
-
-    `sizes` holds the size of each item.
-    """
+    """Split `numbers` into at most `count` contiguous parts with about the same total of their `sizes`."""
     parts: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for number, size in zip(numbers, sizes, strict=True):
@@ -191,11 +188,8 @@ def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple
 
 
 def _dealt(dealing: Dealing, limits: Sequence[float]) -> tuple[Dealing, list[int]]:
-    """Return a copy of `dealing` with owners, and the largest load of any rank after each exchange.
-
-    A matrix goes to the rank that holds most of its elements, unless that rank's load would exceed the limit of the
-    exchange. It then goes to the rank with the smallest load.
-    """
+    """Return a copy of `dealing` with owners, and the largest load of any rank after each exchange."""
+    # A matrix goes to the rank that holds most of it or, if that would exceed the limit, to the least loaded rank.
     matrices, shard_size = dealing.matrices, dealing.shard_size
     flops, numel = sum(matrix.flops for matrix in matrices), sum(matrix.numel for matrix in matrices)
     sizes = [

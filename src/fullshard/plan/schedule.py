@@ -101,10 +101,7 @@ class _Run:
             self.events.append(Event(EventKind.TO_HOST, unit.name, unit.page_nbytes, "activations"))
 
     def bring(self, unit: UnitLayout) -> None:
-        """Record that backward has reached `unit`.
-
-        The unit's activations must then be back on the device, and the copy of the previous unit's activations starts.
-        """
+        """Record that backward has reached `unit`, which needs its activations, and start the previous unit's copy."""
         last = self.model.calls[-1]  # the root's activations stay with the last unit's, which never leave the device
         wanted = last if unit is self.model.root else unit
         if wanted is self.wanted:
@@ -285,10 +282,7 @@ def _trainable(unit: UnitLayout) -> list[_Place]:
 
 
 def _gradient_flow(model: ModelLayout) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return which units take part in backward, as two dicts keyed by unit name.
-
-    The first says whether an input of the unit needs a gradient, the second whether its output needs one.
-    """
+    """Return which units need a gradient of an input, and which of their output, as dicts keyed by unit name."""
     wants, gives = {model.root.name: False}, {}
     flowing = model.root.feeds_units
     for unit in model.calls[1:]:

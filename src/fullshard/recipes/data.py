@@ -94,10 +94,7 @@ def _texts(path: Path, text_field: str, errors: str) -> Iterator[str]:
 
 
 def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
-    """Yield the texts of a hub dataset or of a local file in one of the formats that it supports.
-
-    The rows are streamed, so that a limit on the number of bytes also limits the download.
-    """
+    """Stream the texts of a hub dataset or a local file, so that a limit on bytes also limits the download."""
     where, number = str(file or f"the hub dataset {name}"), 0
     datasets = import_extra("datasets", extra="hf", purpose=f"reading {where}")
     repository, _, configuration = name.partition(":")
@@ -263,11 +260,8 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
 
 
 def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[Path, str | None, dict[str, Any]]:
-    """Tokenise the documents. If the model has no tokenizer, train one first.
-
-    If an earlier run has prepared the same data, reuse its files. Return their directory, the name of the model if its
-    tokenizer was used, and the counts and the checksum of the tokens.
-    """
+    """Tokenise the documents, after training a tokenizer if the model has none. Reuse files of an earlier run."""
+    # Return their directory, the model's name if its tokenizer was used, and the counts and checksum of the tokens.
     most, vocab_size = arguments.max_data_mb, arguments.vocab_size
     files, source = corpus_files(arguments.data), _own_tokenizer(arguments.model)
     what = (arguments.data, arguments.text_field, None if most is None else int(most * 1e6))
@@ -294,10 +288,7 @@ def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple
 
 
 def _own_tokenizer(model: str | None) -> str | None:
-    """Return `model` if it includes a tokenizer, and None otherwise.
-
-    `model` is a hub name or a directory.
-    """
+    """Return `model` (a hub name or a directory) if it includes a tokenizer, and None otherwise."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     path = Path(model or "")
     is_bare = path.is_file() or (path.is_dir() and not any((path / name).is_file() for name in names))

@@ -147,10 +147,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
 
 
 def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a factory for the Muon optimizer, and the options to call it with.
-
-    Trainer calls the factory when the adapters exist.
-    """
+    """Return a factory for the Muon optimizer, which Trainer calls when the adapters exist, and its options."""
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
         return muon(model, say, **options)
@@ -210,10 +207,7 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
 
 
 def _checked(rows: Any, where: str, text: str) -> Any:
-    """Check every row of the data, and return only the columns to train on.
-
-    This finds empty rows early. TRL would fail on one without reporting which row it is.
-    """
+    """Check every row, because TRL does not report which row is empty, and return only the columns to train on."""
     held = rows.column_names
     names = [name for name in ("messages", "prompt", "completion") if name in held] or [text]
     if text != "text" and text not in names:
@@ -237,12 +231,9 @@ def _checked(rows: Any, where: str, text: str) -> Any:
 
 
 def _where_to_begin(training: Any) -> Any:
-    """Return the value for Trainer's `resume_from_checkpoint`. Rank 0 calls this.
-
-    After a restart, it selects the newest checkpoint, whatever the arguments say. That checkpoint belongs to this run,
-    because a run that may be restarted refuses to start if the output directory contains another run's newer
-    checkpoints.
-    """
+    """Return the value for Trainer's `resume_from_checkpoint`. Rank 0 calls this."""
+    # After a restart, this is the newest checkpoint. It belongs to this run, because a run that may be restarted
+    # refuses to start if the output directory contains another run's newer checkpoints.
     output, text = Path(training.output_dir), str(training.resume_from_checkpoint).lower()
     asked = None if text in ("none", "false", "no", "") else text in ("true", "yes") or training.resume_from_checkpoint
     held = [] if training.save_only_model else complete_checkpoints(output)  # these checkpoints cannot be resumed

@@ -132,10 +132,7 @@ def _check(arguments: SFTArguments) -> None:
 
 
 def _in_file(path: Path, parser: Any) -> list[str]:
-    """Convert the contents of a file to command-line arguments.
-
-    Ignore keys whose value is null, except for `max_length`, where null means no limit.
-    """
+    """Convert a file to arguments. Ignore keys with null, except for `max_length`, where null means no limit."""
     from fullshard.config.document import read_document
 
     words: list[str] = []

@@ -169,10 +169,7 @@ class Run:
         self.ema = None if arguments.ema_decay is None else EMA(self.model, arguments.ema_decay)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Create the optimizer. It applies weight decay to matrices but not to biases and norms.
-
-        A parameter's `ndim` is the number of dims of the unsharded parameter, so sharded matrices are recognised too.
-        """
+        """Create the optimizer, with weight decay only for matrices. `ndim` is that of the unsharded parameter."""
         lr, decay = self.arguments.lr, self.arguments.weight_decay
         if self.arguments.optimizer == "muon":
             return muon(self.model, self.say, lr=lr, weight_decay=decay, adamw_betas=_ADAM_BETAS)
@@ -272,10 +269,8 @@ class Run:
         return self.accelerator.gather(own).cpu()  # type: ignore[no-any-return]
 
     def _report(self, step: int, sink: JsonlSink | None, values: Values, **counted: Any) -> None:
-        """Write the metrics of a step, combined over all ranks, to the file and the trackers. All ranks must call this.
-
-        Raise an error if a value is not finite, so that the run stops before such a value reaches a checkpoint.
-        """
+        """Write the metrics of a step, combined over all ranks, to file and trackers. All ranks must call this."""
+        # If a value is not finite, raise an error, so that the run stops before such a value reaches a checkpoint.
         arguments, (loss_sum, norm, seconds, waited) = self.arguments, values
         rows = self._gather(loss_sum, waited, memory_nbytes(self.device))
         tokens = arguments.batch_size * arguments.seq_len
@@ -304,10 +299,7 @@ class Run:
             )
 
     def _state(self) -> dict[str, Any]:
-        """Return the objects that are saved in a checkpoint and restored from it.
-
-        They always include a gradient scaler, so that a run can continue in another precision.
-        """
+        """Return the objects of a checkpoint, always with a gradient scaler, so that the precision may change."""
         scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         objects = [] if self.ema is None else [self.ema]
         return {"model": self.model, "optimizer": self.optimizer.optimizer, "scaler": scaler, "objects": objects}
@@ -317,10 +309,7 @@ class Run:
         return self._state() | {"extra": {"step": step, "data_crc32c": self.data.checksum, "arguments": settings}}
 
     def _save(self, step: int) -> float:
-        """Save a checkpoint after step number `step`. All ranks must call this.
-
-        Return for how many seconds training was blocked.
-        """
+        """Save a checkpoint after step `step`, and return the blocked time in seconds. All ranks must call this."""
         begin, path = time.perf_counter(), self.arguments.checkpoints / f"step-{step:06d}"
         # An existing one must be incomplete or damaged: the run would have resumed from a complete one.
         state = self._state_after(step) | {"total_limit": self.arguments.keep_checkpoints, "overwrite": True}

@@ -107,10 +107,7 @@ def open_dcp(
 def _split(
     entries: Sequence[StoredObject],
 ) -> tuple[dict[str, StoredObject], dict[_Path, StoredObject], list[str]]:
-    """Split entries into the model's tensors, the optimizer's entries, and the names of all others.
-
-    The model's tensors are keyed by name, and the optimizer's entries by path relative to the optimizer.
-    """
+    """Split entries into the model's by name, the optimizer's by path below the optimizer, and the names of others."""
 
     def below(prefix: tuple[str, ...]) -> list[StoredObject]:
         # At the top level (torchtitan) paths have one part; longer paths belong to other parts of the state.
@@ -258,10 +255,7 @@ def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -
 
 
 def _optimizer_state(source: Source, *, is_flat: bool) -> dict[str, dict[str, Any]]:
-    """Return `{"optimizer": state dict}`, in which parameters are identified by name.
-
-    Return an empty dict if there is no optimizer state.
-    """
+    """Return `{"optimizer": state dict}` with parameters identified by name, or an empty dict if there is no state."""
     record = source.contents.optimizer
     if record is None:
         return {}
@@ -313,10 +307,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         return whole
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer with the shape and dtype of `like`, into which a tensor is read.
-
-        Buffers are reused. Otherwise, torch's writer would keep all of them in memory until its file is complete.
-        """
+        """Return a buffer like `like`, which is reused because torch's writer keeps every tensor that it gets."""
         if (like.shape, like.dtype) not in self._buffers:
             self._buffers[like.shape, like.dtype] = torch.empty(like.shape, dtype=like.dtype)
         whole = self._buffers[like.shape, like.dtype]

@@ -56,10 +56,8 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
 
 
 def _native(path: Location) -> Source | None:
-    """Open a native checkpoint, or return None if there is none.
-
-    For a Trainer checkpoint, the source's path is Trainer's directory, so that configuration and tokenizer are found.
-    """
+    """Open a native checkpoint, or return None if there is none."""
+    # A Trainer checkpoint is found under Trainer's directory, which also contains the configuration and tokenizer.
     state = trainer_state(path)
     if not (state / MANIFEST_NAME).is_file():
         return None

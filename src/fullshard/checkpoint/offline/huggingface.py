@@ -178,10 +178,7 @@ def _set_dtype(path: Path, cast: torch.dtype) -> None:
 
 
 def _in_stored_form(source: Source, directory: Path) -> Source:
-    """Return a source that has the tensors in the form in which Transformers stores them.
-
-    Return `source` itself if its names are not those that the model has in memory.
-    """
+    """Return a source with tensors as Transformers stores them, or `source` if its names are not those in memory."""
     read_configuration(directory / CONFIG_NAME)
     transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
     try:

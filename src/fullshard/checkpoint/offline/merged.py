@@ -59,10 +59,7 @@ class _Base:
         self._converted = functools.lru_cache(1)(self._convert)
 
     def keys(self, name: str) -> list[str]:
-        """Return the names on disk of the tensors from which a tensor of the model is read or computed.
-
-        Return an empty list if the files do not contain the tensor, because the adapter adds it.
-        """
+        """Return the names on disk from which a tensor is computed, or none if the adapter adds the tensor."""
         if name in self._numbers:
             return [key for _, key in self._groups[self._numbers[name]].takes]
         return [self._stored[name]] if name in self._stored else []
@@ -128,11 +125,8 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
 def _with(
     base: _Base, changed: Mapping[str, LocalTensor], merge: Callable[[LocalTensor], torch.Tensor], model: nn.Module
 ) -> tuple[Contents, Callable[[Kind, str, Interval], torch.Tensor]]:
-    """Return the contents of a base model's directory after the merge, and a function to read them.
-
-    `changed` lists the tensors of `model` that the adapter changes. If Transformers computes such a tensor from others,
-    it is stored in the form in which Transformers stores it. All other tensors keep their names on disk.
-    """
+    """Return the contents of a base model's directory after the merge, and a function to read them."""
+    # Tensors in `changed` that Transformers computes from others are stored as Transformers stores them.
     sources: dict[str, LocalTensor] = {}
     records: dict[str, TensorRecord] = {}
     in_memory: dict[str, TensorRecord] = {}
@@ -176,10 +170,7 @@ def _config_directory(adapter: Path) -> Path:
 def _peft_model(
     base: Path, adapter: Path, directory: Path, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, torch.Tensor], Rules]:
-    """Return the PEFT model on the meta device, the adapter's tensors, and the rules that convert the base's files.
-
-    The adapter's tensors are keyed by the names that they have in the PEFT model's base model.
-    """
+    """Return the PEFT model on the meta device, the adapter's tensors by base model name, and the base's rules."""
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
     base_model: Any = skeleton_of(transformers, base, dtype)

@@ -87,11 +87,8 @@ def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> 
 
 
 def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[dict[str, Any], list[Any]]:
-    """Replace the parameter numbers in an optimizer's state dict with parameter names.
-
-    Raise `CheckpointError` if the state dict does not contain these names. Only optimizers that were created from
-    `named_parameters()` store them.
-    """
+    """Replace the parameter numbers in an optimizer's state dict with names, or raise `CheckpointError`."""
+    # Only optimizers that were created from `named_parameters()` store the names.
     if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         raise CheckpointError(
             f"{where} identifies parameters by number, so their names are unknown",

@@ -96,10 +96,7 @@ def write_native(
 
 
 def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
-    """Return the contents as the checkpoint will store them.
-
-    Tensors have the dtypes to which they will be cast, tied tensors appear once, and the optimizer's class is set.
-    """
+    """Return the contents as they will be stored: dtypes cast, tied tensors only once, the optimizer's class set."""
     contents = source.contents
     require_values(
         source, hint="load it in a run instead, because it was saved with an adapter and without the base model"
@@ -134,12 +131,9 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
 
 
 def _tied(source: Source) -> dict[str, list[str]]:
-    """Return the other names of each tied tensor, keyed by its first name.
-
-    Other formats store a tied tensor under each name, or do not record that it is tied. Tensors count as tied if they
-    have the same bytes, and if their optimizer states are equal or only the first one has a state. Nothing is lost if
-    they are not really tied. To save time, only matrices are compared, starting with their first elements.
-    """
+    """Return the other names of each tied tensor, keyed by its first name."""
+    # Other formats may not record ties. Tensors with equal bytes count as tied if their optimizer states are equal or
+    # only the first has one, which loses nothing. To save time, only matrices are compared, first elements first.
     parameters, optimizer = source.contents.parameters, source.contents.optimizer
     state = optimizer.state if optimizer else {}
     alike: dict[object, list[str]] = {}
@@ -213,10 +207,7 @@ def _is_replicated(record: TensorRecord) -> bool:
 
 
 def _write_rank_states(new: Store, source: Source, world_size: int, notes: list[str]) -> dict[str, FileRecord]:
-    """Write the state that each rank saved for itself to a file, and return the records of these files.
-
-    If the world size changes, only the state of rank 0 is written, without its random number generators.
-    """
+    """Write each rank's state, or only rank 0's if the world size changes, and return the records of the files."""
     files = {}
     saved = source.contents.manifest.world_size if source.contents.manifest else 0
     if saved and saved != world_size:

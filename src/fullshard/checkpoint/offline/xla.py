@@ -57,10 +57,7 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> So
 
 
 def _by_rank(loaded: Sequence[Any], path: Path, what: str) -> list[Any]:
-    """Return the contents of the files in the order of the ranks, which are recorded in the files.
-
-    The order of the file names cannot be used, because the names vary and can collide.
-    """
+    """Return the files' contents in the order of the ranks recorded in them, because file names can collide."""
     ranked = sorted((int(v["shard_metadata"]["rank"]), int(v["shard_metadata"]["world_size"])) for v in loaded)
     if ranked != [(rank, len(loaded)) for rank in range(len(loaded))]:
         held = ", ".join(f"{rank} of {size}" for rank, size in ranked[:20])
@@ -130,10 +127,7 @@ def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tupl
 def _optimizer_state(
     path: Path, states: Sequence[Any], shards: Sequence[Shard], members: Callable[[Shard], dict[str, Pieces]]
 ) -> dict[str, Any]:
-    """Return the optimizer's state dict, in which parameters are identified by name.
-
-    The files identify them by number, in the order in which the model has its sharded parameters.
-    """
+    """Return the optimizer's state dict by parameter name. The files number the model's sharded parameters in order."""
     (options, *more), count = states[0]["param_groups"], len(shards)
     if more or list(options["params"]) != list(range(count)):
         raise CheckpointError(
