@@ -1,13 +1,10 @@
-"""Division of one order of items among the ranks. The items can be indices, batches or samples.
+"""Division of one order of items (indices, batches or samples) among the ranks.
 
-The order is cut into *rounds*, one per step. Rank r takes the r-th share of each round, so the shares of all ranks, in
-rank order, are the round:
+The order is cut into *rounds*, one per step. Rank r takes the r-th share of each round:
 
     order           0 1 2 3 | 4 5 6 7 | 8 9 . .       world size 2, 2 items per rank
     rank 0          0 1     | 4 5     | 8 9
-    rank 1              2 3 |     6 7 |     0 1       <- the last round is filled up from the start of the order
-
-With uneven batches, the last round is not filled up: rank 1 would have one step less.
+    rank 1              2 3 |     6 7 |     0 1       <- filled up from the start, unless batches are uneven
 """
 
 from __future__ import annotations

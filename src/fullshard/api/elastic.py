@@ -25,8 +25,5 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
 
 
 def _step(least: int, most: int, per_host: int) -> int:
-    """Return the smallest valid number of accumulation steps in an elastic job.
-
-    The micro-batches that `most` ranks run in these steps must be divisible by every allowed number of ranks.
-    """
+    """Return the fewest steps for which every allowed number of ranks divides `steps * most` micro-batches."""
     return next(n for n in range(1, 10**6) if not any(n * most % ranks for ranks in range(least, most + 1, per_host)))

@@ -363,10 +363,7 @@ def _modules(value: Any) -> list[nn.Module]:
 
 
 def _offload_fields(value: Any) -> dict[str, Any]:
-    """Return the plugin fields that a value of `cpu_offload` stands for.
-
-    A policy is translated to booleans. Other values are returned unchanged.
-    """
+    """Return the plugin fields for a value of `cpu_offload`. A policy is translated to booleans."""
     if isinstance(value, OffloadPolicy):
         offload = value.offload
         parts = {f"offload_{field.name}": getattr(offload, field.name) for field in dataclasses.fields(offload)}

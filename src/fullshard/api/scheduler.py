@@ -1,9 +1,7 @@
 """The learning-rate scheduler that `prepare` returns, which steps with the optimizer.
 
-As in Accelerate, it steps once per *rank* and optimizer step, unless loaders split their batches over the ranks. The
-reason is that a script counts its schedule in batches of the original loader, which are distributed over the ranks.
-The script can therefore compute the length of its schedule from the loader before `prepare`, without knowing the number
-of ranks.
+As in Accelerate, it steps once per *rank* and optimizer step, unless loaders split their batches over the ranks. A
+script can therefore compute the length of its schedule from the loader before `prepare`.
 """
 
 from __future__ import annotations

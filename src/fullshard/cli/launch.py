@@ -106,11 +106,7 @@ def _hosts(readings: Sequence[Reading]) -> int:
 
 
 def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
-    """Yield the settings that torchrun's --nproc_per_node stands for, for a job on `hosts` hosts.
-
-    The flag counts processes per host, but the schema holds the total number. The values `cpu` and `gpu` also set the
-    device.
-    """
+    """Yield the settings that torchrun's --nproc_per_node stands for: processes on all hosts, and maybe the device."""
     if text == "auto":
         return
     if text in ("cpu", "gpu"):

@@ -124,10 +124,7 @@ def plan(
 
 
 def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
-    """Return a note if the model cannot process `seq_len` tokens, and reduce the length in `given`.
-
-    Raise `ConfigError` instead if the user chose the length, that is, if `given` contains it.
-    """
+    """Reduce a default length in `given` to what the model supports, and return a note. Refuse a length of the user."""
     if model.positions is None or seq_len <= model.positions:
         return []
     if "seq_len" in given:
@@ -142,10 +139,7 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
 def _question(
     given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None
 ) -> tuple[Job, Cluster, list[str]]:
-    """Return the job and the cluster to plan for, and notes for the user.
-
-    They are read from the flags and from a configuration file, if there is one. Flags take precedence.
-    """
+    """Return the job, the cluster, and notes for the user. Flags take precedence over the configuration file."""
     from fullshard.plan.hardware import parse_cluster, split_devices
 
     if devices is None:
@@ -200,10 +194,7 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 def _micro_batch_of(reading: Reading) -> int | None:
-    """Return the micro-batch size from a DeepSpeed file, or None if the file does not set it to a number.
-
-    A run takes the batch size from the script's data loader, but a plan needs the number in the file.
-    """
+    """Return the micro-batch size from a DeepSpeed file, or None if the file does not set it to a number."""
     entry = reading.entries.get(_MICRO_BATCH)
     if entry is None or entry.value is None or str(entry.value).strip().lower() == "auto":
         return None
@@ -231,11 +222,7 @@ def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], 
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:
-    """Write a configuration file for the run that was planned.
-
-    If the plan was made for a configuration file (`planned`), keep the settings of that file that a plan does not
-    cover.
-    """
+    """Write a configuration for the planned run. Settings in the file `planned` that a plan does not cover are kept."""
     from fullshard.config.load import load_file
     from fullshard.config.resolve import resolve
     from fullshard.config.write import save_text, write_native

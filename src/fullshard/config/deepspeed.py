@@ -1,9 +1,7 @@
 """DeepSpeed's dialect: the keys of its JSON files, and the short form in an Accelerate file.
 
-A ZeRO stage becomes a strategy. Keys that describe the training (stage, offload, precision, accumulation) are
-translated. Keys about buckets and overlap have no effect, because the engine makes these choices itself. DeepSpeed's
-other features (optimizers, data, profilers) are refused unless they are switched off, because ignoring them would
-change the training.
+A ZeRO stage becomes a strategy. Keys about buckets and overlap have no effect. Features that would change the training
+and that the engine does not have (optimizers, data, profilers) are refused unless they are switched off.
 """
 
 from __future__ import annotations
@@ -196,12 +194,7 @@ _ZERO = Dialect(
 
 
 def _finish(reading: Reading) -> None:
-    """Apply the rules that depend on several keys.
-
-    ZeRO++ and MiCS specify a group size, which makes the strategy hybrid. A note warns if the stage is missing, because
-    DeepSpeed then replicates the model. Another note warns if DeepSpeed would derive the number of micro-batches per
-    step from two batch sizes.
-    """
+    """Make the strategy hybrid if a group size is set (ZeRO++, MiCS), and add notes on missing keys."""
     size = reading.setting("sharding.shard_size")
     if size is not None:
         make_hybrid(reading, size)

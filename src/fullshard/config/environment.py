@@ -56,10 +56,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
 
 
 def _wished(entries: list[Entry]) -> list[Entry]:
-    """Drop entries that do not apply to the chosen version and wrap policy, because the user did not set them.
-
-    Accelerate's launcher exports every setting, even those that do not apply, mostly with Accelerate's defaults.
-    """
+    """Drop entries that the user did not set: Accelerate's launcher exports even settings that do not apply."""
     said = {entry.key: entry.value.upper() for entry in entries}
     if said.get("fsdp_version", "1") == "2":
         unread = {"fsdp_sharding_strategy"} if "fsdp_reshard_after_forward" in said else set()

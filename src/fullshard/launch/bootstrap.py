@@ -177,10 +177,7 @@ def main() -> None:
 
 
 def _finish() -> None:
-    """Create a file that tells the launcher that the script has ended without an error.
-
-    The launcher learns this from the file before the process itself ends.
-    """
+    """Create a file that tells the launcher, before this process ends, that the script has succeeded."""
     if directory := os.environ.get(PREEMPTION_DIR):
         import contextlib
 
@@ -208,10 +205,7 @@ class _ShardTrainers:
     """An import hook that installs fullshard's engine in Transformers' Trainer once the script imports it."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Install the engine if the script is importing Transformers.
-
-        Find no module, so that Python continues with the other finders.
-        """
+        """Install the engine if the script imports Transformers. Return None, so that the other finders find it."""
         if name == "transformers":
             sys.meta_path.remove(self)
             if module := os.environ.get(TRAINER_HOOK):
@@ -252,10 +246,7 @@ def _run_script(target: str) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    """Write the failure report and exit.
-
-    Do not print the error, because the launcher prints the report of the first failure.
-    """
+    """Write the failure report and exit. The launcher prints the report of the first failure."""
     import threading
     import traceback
 

@@ -104,10 +104,7 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _host_name() -> Iterator[Finding]:
-    """Yield a finding if this host's name does not resolve to an address of this host, as libraries expect.
-
-    To test the address, bind a socket to it: this is possible only for a local address.
-    """
+    """Yield a finding if this host's name does not resolve to an address that a socket here can be bound to."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

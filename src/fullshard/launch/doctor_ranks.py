@@ -55,10 +55,7 @@ def main() -> None:
 
 
 def _worst(outcome: str) -> str:
-    """Combine the outcomes of a check on all ranks, and return the same result on every rank.
-
-    The result is the outcome on the first rank whose check failed, or on rank 0 if none failed.
-    """
+    """Return, on every rank, the outcome of the first rank whose check failed, or of rank 0 if none failed."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     wrong = [f"{text} (rank {rank})" for rank, text in enumerate(outcomes) if text.startswith("wrong")]

@@ -268,10 +268,7 @@ class Agent(LocalElasticAgent):
         return text + (self._scene.done_early(self._ranks, self._world_size) if is_of_a_loss(text) else "")
 
     def _told(self, cause: RootCause) -> str:
-        """Return the report of another host's failure.
-
-        If it is a hang, add the stacks of the ranks on this host for which the other ranks waited.
-        """
+        """Return the report of another host's failure, and for a hang the stacks of this host's missing ranks."""
         return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:

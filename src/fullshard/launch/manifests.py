@@ -98,10 +98,7 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
 
 
 def _trainjob(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
-    """Return a TrainJob for the runtime `torch-distributed`.
-
-    This runtime passes each pod its rank in environment variables that begin with PET_.
-    """
+    """Return a TrainJob for the runtime `torch-distributed`, which passes each pod its rank in PET_* variables."""
     hosts = plan.launch.num_machines
     place = []
     if hosts > 1:

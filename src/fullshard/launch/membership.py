@@ -1,13 +1,7 @@
 """Jobs that hosts may join and leave while they run. The processes then restart with the new set of hosts.
 
-Such a restart does not count as a failure:
-
-    a host is lost            the others restart without it, from the newest checkpoint
-    a host joins              processes that listen for signals save after the same step, then all of them restart
-    a host is told to end     it saves together with all the others and ends; the others restart
-
-For a restart, each host joins again at the rendezvous server (`launch.rendezvous_server`), which starts all hosts that
-have joined.
+A lost host does not count as a failure. Before a host joins or ends, all processes that listen for signals save after
+the same step. Each host joins again at the rendezvous server (`launch.rendezvous_server`), which starts them.
 """
 
 from __future__ import annotations
@@ -63,10 +57,7 @@ class Membership:
         return time.monotonic() >= self._until
 
     def _ask_to_save(self) -> float:
-        """Ask the processes to save, and return how many seconds they have to do so.
-
-        Return 0 if no process listens for signals.
-        """
+        """Ask the processes to save. Return how many seconds they have, or 0 if none listens for signals."""
         listening = below(listening_in(self._preemption))
         if not listening:
             self._say(

@@ -82,10 +82,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _hear_no_more() -> None:
-    """Ignore signals that belong to the same request but arrive late, while the process exits.
-
-    At exit, the interpreter removes handlers that are written in Python. A signal that is ignored remains ignored.
-    """
+    """Ignore late signals of the same request at exit, when the interpreter removes handlers written in Python."""
     if STOPPING.is_agreed:
         for name in SIGNALS:
             signal.signal(signal.Signals[name], signal.SIG_IGN)

@@ -18,12 +18,8 @@ one line.
                        keep_alive    nothing new
 
 When a rank ends, all ranks that are connected to it fail too. The server therefore waits a moment for other reports
-before it names the first failure. A job that can run with fewer hosts starts when all hosts that are there have joined,
-and restarts when a host joins or is lost.
-
-The server sends each new connection a challenge of random bytes, and the launcher answers with an HMAC of them, keyed
-with the job's token. Strangers cannot end the job with anything they send or leave unread, because the server never
-waits for a single connection.
+before it names the first failure. Strangers cannot end the job: a launcher answers the server's challenge with an HMAC
+that is keyed with the job's token, and the server never waits for a single connection.
 """
 
 from __future__ import annotations
@@ -340,10 +336,7 @@ class RendezvousServer(threading.Thread):
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
-        """Return whether this host's settings match those of the other hosts.
-
-        If they do not match, refuse this host, and also the other host unless its processes are already running.
-        """
+        """Check this host's settings against the others'. Refuse it if they differ, and the other unless it runs."""
         peer.admitted = True
         given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
         for other in self._peers:

@@ -125,10 +125,7 @@ class Scene:
         return False
 
     def _stack(self, pid: int) -> str:
-        """Return the main thread's stack.
-
-        The main thread is the oldest, so its stack is the last in the file, whichever thread handled the signal.
-        """
+        """Return the main thread's stack. As the oldest thread, it is the last in the file."""
         with contextlib.suppress(OSError):
             text = (self._directory / f"stack-{pid}").read_text(encoding="utf-8", errors="replace")
             return _THREAD.split(text)[-1]

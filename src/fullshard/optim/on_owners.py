@@ -143,10 +143,7 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a copy of nested state in which every tensor is replaced by a name.
-
-    The tensors are stored in `tensors` under these names, which begin with `path`.
-    """
+    """Return a copy of nested state with names for the tensors, and store the tensors in `tensors` by name."""
     if isinstance(value, torch.Tensor):
         tensors[path.removesuffix("/")] = value
         return {"tensor": path.removesuffix("/")}
@@ -158,10 +155,7 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def _with_tensors(value: Any, tensor: Any) -> Any:
-    """Return a copy of nested state in which every name is replaced by its tensor.
-
-    `tensor` is a function that returns the tensor for a name.
-    """
+    """Return a copy of nested state in which every name is replaced by the result of `tensor(name)`."""
     if isinstance(value, dict):
         if value.keys() == {"tensor"}:
             return tensor(value["tensor"])

@@ -89,10 +89,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         raise NotImplementedError
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the values that this rank sends to the owner for its elements of a parameter.
-
-        If the parameter is not sharded, the values have its shape.
-        """
+        """Return the values that this rank sends to the owner, with the parameter's shape if it is not sharded."""
         raise NotImplementedError
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

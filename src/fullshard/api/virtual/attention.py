@@ -49,11 +49,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention on tensors of shape (batch, heads, tokens, width).
-
-    Several query heads may share one head of keys and values. The kernel requires a single width, so narrower values
-    are padded to the width of the keys, as in Transformers.
-    """
+    """Compute attention on (batch, heads, tokens, width), with values padded to the width of the keys."""
     width = value.shape[-1]
     block = Block(
         *(0, query.shape[1], key.shape[1], key.shape[-1], 0),

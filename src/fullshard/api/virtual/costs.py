@@ -92,10 +92,7 @@ def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: An
 
 
 def _changed(operation: Any, given: Sequence[Any]) -> list[Any]:
-    """Return the arguments that an operation changes in place.
-
-    This is used for operations that have no results. Gradients that fused optimizers scale are not included.
-    """
+    """Return the arguments that an operation changes in place, but not the gradients that fused optimizers scale."""
     changed = torch_private.written(operation)
     return [given[place] for place, name in changed if place < len(given) and name != "grads"]
 

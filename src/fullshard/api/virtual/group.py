@@ -76,11 +76,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         return self.name
 
     def _meet(self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1) -> VirtualWork:
-        """Simulate a collective on the tensors in `whole`, and return its work.
-
-        These tensors contain the parts of all ranks, as the output of an all-gather or the input of a reduce-scatter
-        does.
-        """
+        """Simulate a collective, and return its work. The tensors in `whole` contain the parts of all ranks."""
         device, nbytes = self._device, sum(t.nbytes for t in whole)
         if whole and not whole[0].is_meta:
             device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))

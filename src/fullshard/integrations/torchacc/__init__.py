@@ -1,9 +1,6 @@
 """TorchAcc's interface, implemented on fullshard's engine. Scripts import it as `fullshard.torchacc`.
 
 See `docs/torchacc.md`.
-
-import fullshard.torchacc as torchacc config = torchacc.Config() config.compute.bf16 = True config.dist.fsdp.size = 4
-model, loader = torchacc.accelerate(model, loader, config)
 """
 
 from __future__ import annotations

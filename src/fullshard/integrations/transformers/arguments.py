@@ -94,10 +94,7 @@ class ShardedArguments:
 
     @cached_property
     def _setup_devices(self: Any) -> torch.device:
-        """Return the device of this rank.
-
-        Create the process group first, because a group that Accelerate created would have no Gloo backend.
-        """
+        """Return this rank's device. Create the process group first: Accelerate's would have no Gloo backend."""
         join_accelerate()
         if read_rank_environment().launched:
             device = "cpu" if self.use_cpu else launched_device()
@@ -114,10 +111,7 @@ class ShardedArguments:
 
 
 def _as_declared(args: Any, fsdp: Any) -> Any:
-    """Convert `fsdp` to the type that Transformers gives `TrainingArguments.fsdp` after parsing.
-
-    The type is a boolean, or a list in Transformers 5.6.
-    """
+    """Convert `fsdp` to the type that Transformers gives it after parsing: a boolean, or a list in Transformers 5.6."""
     declared = (vars(cls).get("__annotations__", {}).get("fsdp") for cls in type(args).__mro__)
     if "list" not in str(next(filter(None, declared))):  # HfArgumentParser changes the type of the field itself
         return bool(fsdp)
@@ -130,10 +124,7 @@ _WORDS = {"sharding.strategy": "sharding_strategy", "sharding.cpu_offload": "cpu
 
 
 def _plain(reading: Reading) -> dict[str, Any]:
-    """Convert the settings of a reading back to an equivalent `fsdp_config`.
-
-    Arguments may be copied field by field, so the settings must be in a field.
-    """
+    """Convert a reading back to an equivalent `fsdp_config`, since arguments may be copied field by field."""
     values = {_WORDS[s.path]: s.value for s in reading.settings if s.path in _WORDS}
     return values | {name.removeprefix("fsdp_"): entry.plain for name, entry in reading.entries.items()}
 

@@ -87,11 +87,7 @@ def stream_into_engines() -> None:
 
 @contextlib.contextmanager
 def _ending(stream: _Weights) -> Iterator[_Weights]:
-    """Yield a stream of weights, and close it at the end of the block.
-
-    If the block raises an error on one rank, end the stream on all ranks, so that no rank waits for a rank that cannot
-    continue.
-    """
+    """Yield a stream of weights, and end it on all ranks after the block, even if one rank raises an error."""
     try:
         yield stream
     except Exception as error:

@@ -1,11 +1,5 @@
 """Training through PyTorch/XLA: its FSDPv2 with fullshard's settings. Requires the extra `fullshard[xla]`.
 
-    from fullshard.integrations import xla
-    model = xla.prepare(model, xla.XlaSettings.from_file("run.yaml"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for batch in xla.batches(loader, model):
-        ...
-
 One process drives all devices of the host, and tensors are global: a batch is the batch of all devices, a norm is the
 norm of the complete model, and a state dict contains unsharded tensors. fullshard's engine is not used. See
 `docs/xla.md`.
