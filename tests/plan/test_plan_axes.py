@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fullshard.api.virtual.rehearsal import time_step
 from fullshard.api.virtual.simulation import simulate, transformers_model
 from fullshard.cli.main import app
+from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.plan.activations import layer_activations
@@ -22,6 +23,7 @@ from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import BALANCE, Job
 from fullshard.plan.library import load_model
+from fullshard.plan.report import as_run_config
 from fullshard.plan.search import search
 
 GIB = 2**30
@@ -260,6 +262,14 @@ def test_alternatives_are_commands() -> None:
     assert any("--sp 8" in change.words for change in changes_that_fit(plan))
     done = CliRunner().invoke(app, ["plan", "-m", "Qwen3-30B-A3B", "-d", "8xH200", "--ep", "8"])
     assert done.exit_code == 0 and "in its expert-parallel group" in done.output and "--ep-imbalance" in done.output
+
+
+def test_a_configuration_sets_them() -> None:
+    config = RunConfig.of_paths({"parallelism.cp_size": 4, "launch.num_processes": 8, "precision.mode": "bf16"})
+    job = Job.from_run(config, seq_len=4096, micro_batch=2)
+    assert (job.cp, job.sp, job.tokens) == (4, 1, 2 * 1024)
+    plan = evaluate(load_model("Llama-3.1-8B")[0], job, parse_cluster("8xH100"))
+    assert as_run_config(plan).parallelism.cp_size == 4
 
 
 def test_they_are_not_simulated() -> None:

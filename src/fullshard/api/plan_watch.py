@@ -27,6 +27,8 @@ def watch_plan(accelerator: Accelerator) -> Listener | None:
     from fullshard.api.plan_check import PlanWatch  # the planner is not imported where nothing is planned
     from fullshard.plan.job import Job
 
-    watch = PlanWatch(Job.from_run(config, accumulation=accelerator._micro_batches_per_step), accelerator._say)
+    # How sequences are divided changes neither events nor what is compared, and their length is unknown here.
+    job = Job.from_run(config, accumulation=accelerator._micro_batches_per_step, cp=1, sp=1)
+    watch = PlanWatch(job, accelerator._say)
     atexit.register(watch.close)
     return watch.watch
