@@ -1,13 +1,5 @@
 """Preemption: a signal to any rank makes all ranks save at the same step and exit.
 
-    fullshard.should_stop()  # listens from now on
-    for batch in loader:
-        ...
-        optimizer.step()
-        if fullshard.should_stop():  # the same answer on every rank
-            save_checkpoint(...)
-            break
-
 The process that receives the first signal only records it. The other ranks learn about it at the end of the next
 backward pass of a sharded model.
 """

@@ -1,11 +1,8 @@
 """Run any optimizer on the unsharded matrices of a sharded model. One rank owns and updates each matrix.
 
-    every rank     sends its interval of the weights and of the gradient
-    the owner      creates the optimizer for the unsharded matrix, gives it the matrix's state, and runs its step
-    every rank     receives its interval of the new weights
-
-Therefore any class that updates a parameter from its weights, gradient and state runs unmodified, and gives the same
-results as in a single process.
+every rank     sends its interval of the weights and of the gradient
+the owner      creates the optimizer for the unsharded matrix, gives it the matrix's state, and runs its step
+every rank     receives its interval of the new weights
 """
 
 from __future__ import annotations

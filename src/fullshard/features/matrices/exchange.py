@@ -6,8 +6,7 @@
     back             the same exchanges in reverse, plus an exchange along the replicate axis for each of them if the
                      matrices are distributed over the replicas, too
 
-A rank therefore holds its matrices of at most three exchanges at once. `plan.dealing` chooses the owners and divides
-the matrices into exchanges.
+A rank therefore holds its matrices of at most three exchanges at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Keep the tensors that autograd saves in host memory between forward and backward.
 
 A page contains all tensors that are saved from the beginning of one unit until the beginning of the next. Forward
-writes pages, and backward reads them in reverse order. Each page is on the device twice, when forward writes it and
-when backward reads it:
+writes pages, and backward reads them in reverse order:
 
     the next unit begins    the page is complete and is copied to the host while that unit computes
     the unit after begins   the device waits for the copy and frees the page's memory
@@ -10,8 +9,7 @@ when backward reads it:
                             that precedes it starts
 
 The device therefore holds two pages, plus the last one. The page of the last unit and of all computation that follows
-(head, loss) stays on the device, because backward starts with it. If activations inside a unit are checkpointed, the
-page contains only that unit's input.
+(head, loss) stays on the device, because backward starts with it.
 
 A storage is copied only once, even if several views of it are saved, and only if nothing else holds it. Otherwise,
 copying would not free any memory, so the storage is passed on to the next page. Attention masks and rotary tables,

@@ -1,14 +1,8 @@
 """Optimizer steps within backward: update a bucket once its gradient is final, then free the gradient.
 
-The gradients of the complete model therefore never exist at the same time. `step_in_backward` enables this for an
-optimizer:
-
-    backward              The engine finishes the reductions one bucket at a time. After each, `Stepper.step` updates
-                          the optimizer's parameters in the bucket and frees their gradients.
-    optimizer.step()      This completes the step and updates the parameters that do not belong to a unit.
-
-The optimizer's own code computes the update. It runs in a *part*: an optimizer of the same class, with the same state
-and hyperparameters, that holds only the parameters of one bucket.
+The gradients of the complete model therefore never exist at the same time. After each reduction, `Stepper.step` updates
+the parameters of one bucket. The optimizer's own code computes the update. It runs in a *part*: an optimizer of the
+same class, with the same state and hyperparameters, that holds only the parameters of one bucket.
 
 Code that needs all gradients together does not work. Clipping and loss scaling read `.grad`, which raises an error
 until `optimizer.step()`. A second backward before `optimizer.step()` raises an error, too.

@@ -2,13 +2,11 @@
 
 A thread checks twice per second. If a rank has made no progress for some seconds, because it waits or computes, its
 thread writes the rank's status to the job's store. A rank that has waited for a long time reads there which ranks are
-not waiting, and what they are doing instead. While steps make progress, nothing is sent.
+not waiting, and what they are doing instead. If all ranks wait, but in different places, the wait ends, too.
 
 If a script catches an error on one rank, for example in backward, the other ranks wait at a point that this rank will
 not reach. Therefore the store also counts errors. If a waiting rank sees that another rank has had more errors than it
 has had itself, it ends the wait. As long as the job has had no error, this check reads only one number.
-
-If all ranks wait without progress, but in different places, they have diverged, and the wait ends, too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Transformers' `Trainer` and TRL's trainers, adapted to fullshard's engine.
 
-    from fullshard.integrations.transformers import Trainer, TrainingArguments        instead of transformers'
-    from fullshard.integrations.transformers import DPOTrainer, DPOConfig             instead of trl's
-    CPOTrainer = sharded(trl.experimental.cpo.CPOTrainer)                             any class derived from a Trainer
-
-These are subclasses of the original classes with the mixin `ShardedTraining`. Under `fullshard launch`, a script that
-imports the classes from `transformers` and `trl` gets them without changes, because the launcher calls `install()`.
+These are subclasses of the original classes with the mixin `ShardedTraining`. `sharded(cls)` makes one from any class
+derived from a Trainer. Under `fullshard launch`, a script that imports the classes from `transformers` and `trl` gets
+them without changes, because the launcher calls `install()`.
 """
 
 from __future__ import annotations
