@@ -942,3 +942,11 @@ def one_rank_of_many() -> None:
         assert (dist.get_rank(), dist.get_world_size()) == (5, 4096)
     finally:
         dist.destroy_process_group()
+
+
+@check("set_rotate_method")
+def the_rotation_of_context_parallelism() -> None:
+    for name in ("alltoall", "allgather"):  # the last one is the default
+        torch_private.set_rotate_method(name)
+    with pytest.raises(NotImplementedError):
+        torch_private.set_rotate_method("other")

@@ -33,6 +33,7 @@ from fullshard.api import torch_private
 from fullshard.api.accelerates import compilation, own_plugin, take_changes
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
+from fullshard.api.context_parallel import divided, prepare
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.late_adapters import is_sharded_inside, shard_adapters
 from fullshard.api.loaders import Loaders
@@ -297,6 +298,8 @@ class Accelerator(Loaders, Reporting):
             )
         if not is_sharded(model):
             self._take_changes()
+            if self._config.parallelism.cp_size > 1:
+                prepare(model, self.state.parallelism_config.cp_handler.cp_comm_strategy)
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
             plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
             options = {"plugin": plugin, "autocast": self.autocast_handler, "device_mesh": device_mesh}
@@ -397,10 +400,23 @@ class Accelerator(Loaders, Reporting):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Do nothing without context parallelism, which is not supported yet."""
-        if self._config.parallelism.cp_size > 1:
-            raise ConfigError("context parallelism is not supported yet", hint="remove cp_size")
-        yield
+        """Compute on this rank's part of each sequence within the block, which contains forward and backward.
+
+        Without context parallelism, do nothing.
+
+        Args:
+            buffers: tensors of the batch, which are cut in place along the sequence: `input_ids`, `position_ids` and
+                `shift_labels`.
+            buffer_seq_dims: the sequence dim of each buffer.
+            no_restore_buffers: buffers that do not get their values back after the block.
+
+        Raises:
+            DataError: the sequences cannot be divided, or the model's inputs would give a wrong result.
+        """
+        mesh = self.torch_device_mesh if self._config.parallelism.cp_size > 1 else None
+        block = None if mesh is None else divided(mesh["cp"], buffers, buffer_seq_dims, no_restore_buffers)
+        with block or contextlib.nullcontext():
+            yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Divide the loss by the number of accumulation steps, scale it in fp16, and run backward on it.

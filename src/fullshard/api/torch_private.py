@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import _op_schema
+from torch.distributed.tensor import _op_schema, experimental
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch, _pytree
 
@@ -80,6 +80,10 @@ DTensor since torch 2.5."""
 
 fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devices")
 """The devices that have fused optimizers. Since torch 2.3."""
+
+set_rotate_method: Callable[[str], None] = experimental._attention.set_rotate_method
+"""Sets how torch's context parallelism exchanges keys and values. Without it, `cp_comm_strategy` would have no effect.
+Since torch 2.7."""
 
 
 def is_for_shapes(kind: type) -> bool:
