@@ -146,7 +146,7 @@ def trained(output: str, sizes: dict[str, int], kind: str) -> dict[str, Any]:
         model_of("qwen3"),
         arguments(output, parallelism_config=config, **options),
         train_dataset=rows,
-        eval_dataset=rows[:6],
+        eval_dataset=samples(8),
         data_collator=padded,
     )
     made.train()
@@ -163,14 +163,17 @@ def with_trl(output: str, rows: list[dict[str, torch.Tensor]], **options: Any) -
 
     words = Tokenizer(WordLevel({"<pad>": 0, **{str(number): number for number in range(1, 97)}}, unk_token="1"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="1")
-    listed = [row["input_ids"].tolist() for row in rows]
-    data = Dataset.from_list([{"input_ids": ids, "completion_mask": [0, 0] + [1] * (len(ids) - 2)} for ids in listed])
+
+    def listed(rows: list[dict[str, torch.Tensor]]) -> Any:
+        ids = [row["input_ids"].tolist() for row in rows]
+        return Dataset.from_list([{"input_ids": row, "completion_mask": [0, 0] + [1] * (len(row) - 2)} for row in ids])
+
     settings = vars(arguments(output))
     kept = ("learning_rate", "adam_epsilon", "logging_steps", "report_to", "disable_tqdm", "save_strategy")
     more = {"pad_to_multiple_of": 16, "bf16": False, "gradient_checkpointing": False, "fsdp": "full_shard auto_wrap"}
     args = SFTConfig(output, **{name: settings[name] for name in kept}, **more, **options)
     made = SFTTrainer(
-        model_of("qwen3"), args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer
+        model_of("qwen3"), args, train_dataset=listed(rows), eval_dataset=listed(samples(8)), processing_class=tokenizer
     )
     made.train()
     history = [entry for entry in made.state.log_history if "loss" in entry]

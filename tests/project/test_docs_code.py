@@ -90,6 +90,13 @@ BEFORE: dict[str, list[str]] = {
         "moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=4))\n"
         "accelerator = fullshard.Accelerator()\n",
     ],
+    "docs/long_context.md": [
+        LLAMA
+        + "from fullshard import ParallelismConfig\n"
+        + "row = {'input_ids': ids[0], 'position_ids': ids[0], 'labels': ids[0], 'shift_labels': ids[0].roll(-1)}\n"
+        + "loader = DataLoader([row] * 4, batch_size=2)\n"
+        + OPTIMIZER,
+    ],
     "docs/memory.md": [LLAMA, "", "", SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n"],
     "docs/optimizers.md": [
         "",
@@ -118,9 +125,10 @@ BEFORE: dict[str, list[str]] = {
 }
 TOGETHER = ("docs/torchacc.md",)
 """Pages of which a block needs those before it."""
-RANKS = {"docs/tensor_parallelism.md": 2, "docs/torchacc.md": 2}
+RANKS = {"docs/long_context.md": 2, "docs/tensor_parallelism.md": 2, "docs/torchacc.md": 2}
 HERE = {
     '"cuda"': '"cpu"',
+    "cp_size=4, dp_shard_size=2": "cp_size=2",
     "dp_shard_size=4": "dp_shard_size=1",
     "fsdp.size = 4": "fsdp.size = 2",
     "from pytorch_optimizer import SOAP": "SOAP = lambda p, lr, **_: torch.optim.Adafactor(p, lr=lr)",
