@@ -123,8 +123,9 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     return reading
 
 
-def parallelism_config(axes: AxesConfig, *, replicas: int, shards: int, tiles: int) -> ParallelismConfig:
+def parallelism_config(axes: AxesConfig, replicas: int, shards: int, tiles: int) -> ParallelismConfig:
     """Return the `ParallelismConfig` with the sizes and options that the settings contain."""
+    handled = axes.sp_seq_length, axes.sp_seq_length_is_variable, axes.sp_attn_implementation
     try:
         return ParallelismConfig(
             dp_replicate_size=replicas,
@@ -133,13 +134,7 @@ def parallelism_config(axes: AxesConfig, *, replicas: int, shards: int, tiles: i
             cp_size=axes.cp_size,
             sp_size=axes.sp_size,
             cp_handler=TorchContextParallelConfig(axes.cp_comm_strategy) if axes.cp_size > 1 else None,
-            sp_handler=_sequence_handler(axes) if axes.sp_size > 1 else None,
+            sp_handler=DeepSpeedSequenceParallelConfig(*handled) if axes.sp_size > 1 else None,
         )
     except ValueError as error:  # Accelerate does not combine some sizes
         raise ConfigError(f"parallelism: {error}", hint="change the sizes") from None
-
-
-def _sequence_handler(axes: AxesConfig) -> DeepSpeedSequenceParallelConfig:
-    return DeepSpeedSequenceParallelConfig(
-        axes.sp_seq_length, axes.sp_seq_length_is_variable, axes.sp_attn_implementation
-    )

@@ -400,22 +400,16 @@ class Accelerator(Loaders, Reporting):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Compute on this rank's part of each sequence within the block, which contains forward and backward.
-
-        Without context parallelism, do nothing.
+        """With context parallelism, run forward and backward in the block on this rank's part of each sequence.
 
         Args:
-            buffers: tensors of the batch, which are cut in place along the sequence: `input_ids`, `position_ids` and
-                `shift_labels`.
+            buffers: tensors of the batch, which are cut in place along the sequence.
             buffer_seq_dims: the sequence dim of each buffer.
             no_restore_buffers: buffers that do not get their values back after the block.
-
-        Raises:
-            DataError: the sequences cannot be divided, or the model's inputs would give a wrong result.
         """
         mesh = self.torch_device_mesh if self._config.parallelism.cp_size > 1 else None
-        block = None if mesh is None else divided(mesh["cp"], buffers, buffer_seq_dims, no_restore_buffers)
-        with block or contextlib.nullcontext():
+        given = buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
+        with contextlib.nullcontext() if mesh is None else divided(mesh["cp"], *given):
             yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

@@ -57,9 +57,8 @@ class Facts(Gathering):
         """Return the `ParallelismConfig` that the launcher's settings request, or None."""
         if self._ranks_per_sequence == 1:
             return None
-        replicas, shards = self._data_parallel_sizes
-        tiles = self._tensor_parallel_size
-        return parallelism_config(self._config.parallelism, replicas=replicas, shards=shards, tiles=tiles)
+        sizes = (*self._data_parallel_sizes, self._tensor_parallel_size)
+        return parallelism_config(self._config.parallelism, *sizes)
 
     @functools.cached_property
     def torch_device_mesh(self) -> DeviceMesh | None:

@@ -24,8 +24,7 @@ class Gathering(Processes):
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all ranks along the first dimension. See `collectives.gather`.
 
-        With tensor parallelism, ranks that compute on the same batch contribute only once. With context parallelism,
-        every rank contributes, because it computes on its own part of the sequences.
+        With tensor parallelism, ranks that compute on the same batch contribute only once.
         """
         return self._gather_once(tensor, self._tensor_parallel_size)
 
@@ -42,8 +41,7 @@ class Gathering(Processes):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values as `gather` does, but without the samples that filled up the last batch of an epoch.
 
-        With context parallelism, the result has rows from every rank that computes on a part of a sample, but only one
-        object per sample.
+        With context parallelism, samples have a row from each of their ranks, but only one object.
 
         Args:
             input_data: nested tensors with one row per sample, or a list of objects, one per sample.
@@ -85,8 +83,7 @@ class Gathering(Processes):
     def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over all ranks. See `collectives.reduce`.
 
-        With tensor parallelism, ranks that compute on the same batch contribute to a sum only once. With context
-        parallelism, every rank contributes.
+        With tensor parallelism, ranks that compute on the same batch contribute to a sum only once.
         """
         copies = self._tensor_parallel_size if reduction == "sum" else 1
         return collectives.reduce(tensor, reduction, scale / copies)

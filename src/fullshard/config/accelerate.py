@@ -104,9 +104,8 @@ def _of_one(what: str, instead: str = "use 1, or remove it") -> Any:
     return read
 
 
-def _cp_backend(value: Any) -> Settings:
-    values.one_of(value, ("TORCH",))
-    return {}
+def _cp_backend(value: Any) -> str:
+    return values.one_of(value, ("TORCH",))
 
 
 def _shard_size(value: Any) -> Settings:
@@ -181,16 +180,9 @@ PARALLELISM_KEYS = (
             "tensor", "set all sizes in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"
         ),
     ),
-    *(
-        Key(
-            f"parallelism_config_{axis}_size",
-            Status.REFUSED,
-            because="the script sets it up",
-            read=_of_one(kind),
-        )
-        for axis, kind in (("pp", "pipeline"), ("ep", "expert"))
-    ),
-    Key("parallelism_config_cp_backend", because="torch is the only one", read=_cp_backend),
+    *refused("the script sets it up", "parallelism_config_pp_size", read=_of_one("pipeline")),
+    *refused("the script sets it up", "parallelism_config_ep_size", read=_of_one("expert")),
+    *no_effect("torch is the only one", "parallelism_config_cp_backend", read=checked(_cp_backend)),
     *(Key(f"parallelism_config_{name}", target=f"parallelism.{name}") for name in AxesConfig.model_fields),
 )
 

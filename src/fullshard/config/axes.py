@@ -61,11 +61,4 @@ class AxesConfig(Settings):
                 "sp_size",
                 hint="use one of the two",
             )
-        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
-            raise CombinationError(
-                "sp_seq_length_is_variable = false requires the length",
-                "sp_seq_length_is_variable",
-                "sp_seq_length",
-                hint="set sp_seq_length",
-            )
         return self

@@ -74,7 +74,7 @@ VARIABLES: dict[str, str] = {
 }
 """The key for each variable."""
 
-_EXPORTED = {"FSDP_VERSION": ("1", "2"), "FSDP_USE_ORIG_PARAMS": ("true",)}
+_EXPORTED = {"FSDP_VERSION": ("1", "2"), "FSDP_USE_ORIG_PARAMS": ("true",), "PARALLELISM_CONFIG_CP_BACKEND": ("torch",)}
 """Values that the launcher always exports, for keys without effect. They do not produce a note."""
 
 _IGNORED = (

@@ -200,10 +200,7 @@ class ShardedTraining:
         return self.optimizer
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an evaluation or prediction, with the averaged weights if an `EMACallback` requests them.
-
-        Ranks that get the same batch compute the same, because evaluations do not divide sequences.
-        """
+        """Run an evaluation or prediction, with the averaged weights if an `EMACallback` requests them."""
         self.gather_function = functools.partial(
             self.accelerator._gather_samples,
             use_gather_object=self.args.eval_use_gather_object,
