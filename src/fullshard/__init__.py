@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from accelerate import DistributedType as DistributedType
     from accelerate import GradScalerKwargs as GradScalerKwargs
     from accelerate import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from accelerate import ParallelismConfig as ParallelismConfig
     from accelerate import ProfileKwargs as ProfileKwargs
     from accelerate import cpu_offload as cpu_offload
     from accelerate import cpu_offload_with_hook as cpu_offload_with_hook
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
         accelerate,
         skip_first_batches,
     )
+    from fullshard.api.accelerates import ParallelismConfig
     from fullshard.api.notebooks import debug_launcher, notebook_launcher
     from fullshard.api.planning import plan_model
     from fullshard.api.planning import plan_model as plan
@@ -84,6 +84,7 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "FullyShardedDataParallelPlugin",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParallelismConfig",
     "PartialState",
     "ProjectConfiguration",
     "ShardedParameter",
@@ -128,6 +129,7 @@ _HOMES = {
     **dict.fromkeys(_ENGINE, "fullshard.features"),
     **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
     **dict.fromkeys(("debug_launcher", "notebook_launcher"), "fullshard.api.notebooks"),
+    "ParallelismConfig": "fullshard.api.accelerates",
     "plan_model": "fullshard.api.planning",
     "quantize": "fullshard.features.quantized_weights.quantize",
     "record_events": "fullshard.launch.journal",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any
 
-from accelerate import ParallelismConfig
+from accelerate import ParallelismConfig as TheirParallelism
 from accelerate.utils import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchDynamoPlugin
 
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
@@ -93,7 +94,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     reading = Reading()
     if config is None:
         return reading
-    if not isinstance(config, ParallelismConfig):
+    if not isinstance(config, TheirParallelism):
         raise ConfigError(
             f"parallelism_config has the wrong type {type(config).__name__}",
             hint="use fullshard.ParallelismConfig",
@@ -123,6 +124,17 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     return reading
 
 
+@dataclasses.dataclass(repr=False)
+class ParallelismConfig(TheirParallelism):  # type: ignore[misc]
+    """Accelerate's `ParallelismConfig`. Its `sp_backend` may also be `fullshard`, which needs no other package."""
+
+    def __post_init__(self) -> None:
+        backend = self.sp_backend or os.environ.get("PARALLELISM_CONFIG_SP_BACKEND", "deepspeed")
+        self.sp_backend: Any = "deepspeed" if backend == "fullshard" else backend  # Accelerate knows only this one
+        super().__post_init__()
+        self.sp_backend = backend
+
+
 def parallelism_config(axes: AxesConfig, replicas: int, shards: int, tiles: int) -> ParallelismConfig:
     """Return the `ParallelismConfig` with the sizes and options that the settings contain."""
     handled = axes.sp_seq_length, axes.sp_seq_length_is_variable, axes.sp_attn_implementation
@@ -133,6 +145,7 @@ def parallelism_config(axes: AxesConfig, replicas: int, shards: int, tiles: int)
             tp_size=tiles,
             cp_size=axes.cp_size,
             sp_size=axes.sp_size,
+            sp_backend=axes.sp_backend,
             cp_handler=TorchContextParallelConfig(axes.cp_comm_strategy) if axes.cp_size > 1 else None,
             sp_handler=DeepSpeedSequenceParallelConfig(*handled) if axes.sp_size > 1 else None,
         )

@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
@@ -53,6 +53,7 @@ from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
 from fullshard.engine.parameter import sharded_parameters
 from fullshard.features import clip_grad_norm_, clip_grad_value_, no_sync, repoint, with_sync
+from fullshard.features.sequence_parallel import split_sequences
 from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.launch import cuda, read_rank_environment
 from fullshard.launch.device import name_of
@@ -165,11 +166,6 @@ class Accelerator(Loaders, Reporting):
         sharding = self._config.sharding
         if parallelism_config is None:
             parallelism_config = self._parallelism_of_settings()
-        if self._config.parallelism.sp_size > 1:
-            raise ConfigError(
-                f"sp_size = {self._config.parallelism.sp_size}: sequence parallelism is not supported",
-                hint="use cp_size",
-            )
         self.state = AcceleratorState(
             self.process,
             mixed_precision=self._config.precision.mode,
@@ -300,6 +296,12 @@ class Accelerator(Loaders, Reporting):
             self._take_changes()
             if self._config.parallelism.cp_size > 1:
                 prepare(model, self.state.parallelism_config.cp_handler.cp_comm_strategy)
+            if self._config.parallelism.sp_size > 1:
+                config, mesh = self.state.parallelism_config, cast("Any", self.torch_device_mesh)
+                handler, by_deepspeed = config.sp_handler, config.sp_backend == "deepspeed"
+                implementation = handler.sp_attn_implementation
+                group = mesh["sp"].get_group()
+                split_sequences(model, group, implementation=implementation, by_deepspeed=by_deepspeed)
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
             plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
             options = {"plugin": plugin, "autocast": self.autocast_handler, "device_mesh": device_mesh}

@@ -65,6 +65,8 @@ class ShardedDataLoader(DataLoader[Any]):
         dispatch_batches: rank 0 reads the batches of all ranks and sends each rank its own. None enables this for an
             iterable dataset, because its order may differ between ranks.
         on_uneven: called at the start of an epoch in which some ranks have more batches than others.
+        ranks_per_batch: number of ranks that get the same batch.
+        cut: returns this rank's part of a batch, if the ranks that get the same batch divide it.
 
     Raises:
         ConfigError: `split_batches` is set, but the batch size is not a multiple of the world size or a custom batch
@@ -86,6 +88,8 @@ class ShardedDataLoader(DataLoader[Any]):
         even_batches: bool = True,
         dispatch_batches: bool | None = False,
         on_uneven: Callable[[], None] | None = None,
+        ranks_per_batch: int = 1,
+        cut: Callable[[Any], Any] | None = None,
     ) -> None:
         _refuse_sharded(loader, world_size)
         share = Share.of(loader, rank, world_size, split_batches)
@@ -102,11 +106,11 @@ class ShardedDataLoader(DataLoader[Any]):
         self._non_blocking = non_blocking
         self.gradient_state = GradientState()
         self._synchronize = synchronize
-        self._on_uneven = on_uneven
+        self._on_uneven, self._cut = on_uneven, cut
         self._skip_each = 0
         seed = share.initial_seed() if data_seed is None else data_seed
         said = (seed, next(_NUMBERS))
-        self._seed, self._number = broadcast_object(said) if world_size > 1 else said
+        self._seed, self._number = broadcast_object(said) if world_size * ranks_per_batch > 1 else said
 
     epoch: int = forwarded("_place.current.epoch")
     """The number of iterations so far, or the number that was passed to `set_epoch`."""
@@ -170,6 +174,7 @@ class ShardedDataLoader(DataLoader[Any]):
                 own.real = real if deal.even and real is not None and real.samples != real.dealt else None
                 own.consumed += deal.round_size
                 place.current = own
+                batch = batch if self._cut is None else self._cut(batch)
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
             place.current = _Iteration(own.epoch + 1)
         finally:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from fullshard.api.data import ShardedDataLoader, sampler_of, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.sharding import is_sharded
 from fullshard.core.errors import ConfigError
+from fullshard.features.sequence_parallel import cut_batch
 from fullshard.launch import cuda
 
 _EVEN_ANYWAY = (
@@ -70,11 +71,30 @@ class Loaders(Checkpointing):
             even_batches=config.even_batches,
             dispatch_batches=config.dispatch_batches,
             on_uneven=self._note_uneven,
+            ranks_per_batch=self._ranks_per_batch,
+            cut=self._cut_batch if self._cuts_batches else None,
         )
         if not config.even_batches and prepared.share.is_always_even:
             warnings.warn(_EVEN_ANYWAY, stacklevel=2)
         self._dataloaders.append(prepared)
         return prepared
+
+    @property
+    def _cuts_batches(self) -> bool:
+        """Return whether prepared loaders yield this rank's part of the sequences."""
+        return self._config.parallelism.sp_size > 1
+
+    def _cut_batch(self, batch: Any) -> dict[str, Any]:
+        """Return this rank's part of the sequences in a batch. See `cut_batch`."""
+        sp, handler = cast("Any", self.torch_device_mesh)["sp"], self.state.parallelism_config.sp_handler
+        length = None if handler.sp_seq_length_is_variable else handler.sp_seq_length
+        return cut_batch(batch, rank=sp.get_local_rank(), size=sp.size(), length=length)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """Return a prepared loader unchanged, because it already cuts its batches along the sequence."""
+        if self._cuts_batches and not isinstance(dl, ShardedDataLoader):
+            raise ConfigError("deepspeed_ulysses_dl_adapter got a loader that is not prepared", hint="prepare it first")
+        return dl
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:

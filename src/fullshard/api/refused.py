@@ -20,7 +20,6 @@ ARGUMENTS = {
 
 METHODS = {
     "pipeline_parallel_rank": _PIPELINES,
-    "deepspeed_ulysses_dl_adapter": "sequence parallelism is not supported",
     "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
 }
 """Refused methods and properties of the Accelerator, with the reasons."""
@@ -37,7 +36,7 @@ NAMES = {
 
 ACCELERATES_OWN = (
     "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedType",
-    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ParallelismConfig", "ProfileKwargs",
+    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ProfileKwargs",
     "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
     "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states",

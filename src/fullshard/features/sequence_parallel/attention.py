@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from fullshard.comm.waiting import PROGRESS, waiting_in_step
 from fullshard.core.errors import ConfigError, DataError
 from fullshard.core.user_class import user_class
-from fullshard.features.sequence_parallel.deepspeed import deepspeed_attention, require_deepspeed
 
 _OWNER = "_fullshard_sequence_parallel"
 _LAYERS = ("full_attention", "sliding_attention", "attention", "dense", "sparse")
@@ -97,7 +97,7 @@ class SplitSequences:
             raise ConfigError(
                 f"{self._name} never called its attention through Transformers' AttentionInterface, so its tokens have "
                 "not seen those on other ranks",
-                hint="leave sequence parallelism out, or use a model of Transformers with attention in all layers",
+                hint="use a model of Transformers with attention in all layers, or leave out sp_size",
             )
         _running = None
 
@@ -133,7 +133,7 @@ class SplitSequences:
                 )
             shapes = len(query), heads, query.shape[-1], groups
             if shapes not in self._deepspeeds:  # it takes them when it is created
-                self._deepspeeds[shapes] = deepspeed_attention(inner, self.group, *shapes)
+                self._deepspeeds[shapes] = _of_deepspeed(inner, self.group, *shapes)
             return self._deepspeeds[shapes](module, query, key, value, attention_mask, *args, **kwargs)
         if groups % self.size:
             key, value = (one.repeat_interleave(self.size // groups, dim=1) for one in (key, value))
@@ -192,6 +192,17 @@ def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
+def _of_deepspeed(inner: Any, group: dist.ProcessGroup, count: int, heads: int, size: int, key_heads: int) -> Any:
+    """Return DeepSpeed's attention around one of Transformers. It does not need DeepSpeed's engine."""
+    import deepspeed.comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.comm.init_distributed(dist_init_required=False)
+    shapes = {"batch_size": count, "attn_head_count": heads, "attn_head_size": size, "kv_head_count": key_heads}
+    lengths = {"seq_length_is_variable": True, "num_hidden_layers": 0}  # the layers are for debugging
+    return UlyssesSPAttentionHF(attn=inner, process_group=group, **shapes, **lengths)
+
+
 def split_sequences(
     model: Any, group: dist.ProcessGroup, *, implementation: str | None = None, by_deepspeed: bool = False
 ) -> SplitSequences:
@@ -207,8 +218,11 @@ def split_sequences(
             f"sequence parallelism needs a model of Transformers, but {name} has no configuration of one",
             hint="leave sp_size out of parallelism_config",
         )
-    if by_deepspeed:
-        require_deepspeed()
+    if by_deepspeed and find_spec("deepspeed") is None:
+        raise ConfigError(
+            'sp_backend = "deepspeed" (the default) needs the package deepspeed, which is not installed',
+            hint='use fullshard.ParallelismConfig(sp_backend="fullshard", ...), or pip install deepspeed',
+        )
     config = config.get_text_config()
     layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     if others := sorted(set(layers) - set(_LAYERS)):

@@ -57,16 +57,8 @@ def cut_batch(batch: Any, *, rank: int, size: int, length: int | None = None) ->
                     f"input_ids has shape {tuple(ids.shape)}",
                     hint="leave it out of the batch; images, 4-D masks and labels of whole sequences are not supported",
                 )
-            part = _padded(name, value, missing).chunk(size, dim=1)[rank]
-            whole[name] = part.contiguous()
+            padding = value.new_full((len(value), missing, *value.shape[2:]), _PADDING.get(name, 0))
+            if name == "position_ids":  # a jump would mean that another document begins
+                padding = value[:, -1:] + torch.arange(1, missing + 1, device=value.device)
+            whole[name] = torch.cat([value, padding], dim=1).chunk(size, dim=1)[rank].contiguous()
     return whole
-
-
-def _padded(name: str, value: torch.Tensor, missing: int) -> torch.Tensor:
-    if not missing:
-        return value
-    if name == "position_ids":  # a jump would mean that another document begins
-        more = value[:, -1:] + torch.arange(1, missing + 1, device=value.device)
-    else:
-        more = value.new_full((len(value), missing, *value.shape[2:]), _PADDING.get(name, 0))
-    return torch.cat([value, more], dim=1)

@@ -17,6 +17,7 @@ from fullshard.api import (
     FullyShardedDataParallelPlugin,
     collectives,
 )
+from fullshard.api.accelerates import ParallelismConfig
 from fullshard.api.accelerates import tensor_parallel_size as asked_tensor_parallel_size
 from fullshard.config.resolve import Resolved
 from fullshard.core.errors import ConfigError
@@ -32,6 +33,7 @@ class TrainerAccelerator(Accelerator):
     """
 
     _accumulates = False  # the Trainer accumulates
+    _cuts_batches = False  # the Trainer counts tokens first
 
     def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
         _refuse(args)
@@ -87,9 +89,13 @@ class TrainerAccelerator(Accelerator):
         """Return the `ParallelismConfig` if it divides sequences, otherwise None.
 
         It has no tensor parallelism, because TRL would divide by its size what `gather_for_metrics` has counted once.
+        Its `sp_backend` is `fullshard`, because Trainer has a loop of its own for DeepSpeed's engine.
         """
+        if self._ranks_per_sequence == 1:
+            return None
         config = self.state.parallelism_config
-        return dataclasses.replace(config, tp_size=1, tp_handler=None) if self._ranks_per_sequence > 1 else None
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        return ParallelismConfig(**fields | {"tp_size": 1, "tp_handler": None, "sp_backend": "fullshard"})
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor from all ranks.

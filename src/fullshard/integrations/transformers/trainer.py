@@ -175,15 +175,38 @@ class ShardedTraining:
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one micro-batch."""
+        model.train()  # Trainer does so later, but cutting the batch depends on it
         with teachers_head(self):
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch."""
         with teachers_head(self):
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> Any:
+        if self.accelerator._config.parallelism.sp_size == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
+        if not self.model.training:  # evaluations have whole sequences
+            return contextlib.nullcontext, inputs
+        _check_loss(self, inputs)
+        return contextlib.nullcontext, self.accelerator._cut_batch(inputs)
+
+    def get_tp_size(self: Any) -> int:
+        """Return the number of ranks that compute the same. Sequence parallelism does not cut evaluations."""
+        tiles = int(super().get_tp_size())  # type: ignore[misc]
+        return tiles if self.model.training else tiles * self.accelerator._config.parallelism.sp_size
+
+    def get_cp_size(self: Any) -> int:
+        """Return the number of ranks that compute on parts of one batch, also those of sequence parallelism."""
+        ranks = int(super().get_cp_size())  # type: ignore[misc]
+        return ranks * self.accelerator._config.parallelism.sp_size if self.model.training else ranks
+
+    def get_sp_size(self: Any) -> int:
+        """Return 1, because loaders do not yield a batch per rank that shares it, as DeepSpeed's adapter does."""
+        return 1
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer as Transformers does, with one exception.
@@ -368,6 +391,21 @@ def _samples_per_step(trainer: Any) -> int:
     """Return the number of samples per step over all ranks."""
     ranks = trainer.accelerator._data_parallel_size
     return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * ranks)
+
+
+def _check_loss(trainer: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse losses that are not a sum over the tokens with labels, because a rank has one part of each sequence."""
+    reasons = {
+        "its batches have no labels": inputs.get("labels") is None,
+        "compute_loss_func shifts labels itself": trainer.compute_loss_func is not None,
+        "label_smoothing_factor is set": trainer.label_smoother is not None,
+        f"{type(trainer.model).__name__} does not take num_items_in_batch": not trainer.model_accepts_loss_kwargs,
+    }
+    if found := next((reason for reason, is_so in reasons.items() if is_so), None):
+        raise ConfigError(
+            f"{type(trainer).__name__}: sequence parallelism needs a causal model's own loss, but {found}",
+            hint="use the model's own loss (Trainer, SFTTrainer), or leave sp_size out of parallelism_config",
+        )
 
 
 def _saves_its_own_way(trainer: Any) -> bool:
