@@ -96,6 +96,7 @@ BEFORE: dict[str, list[str]] = {
         + "row = {'input_ids': ids[0], 'position_ids': ids[0], 'labels': ids[0], 'shift_labels': ids[0].roll(-1)}\n"
         + "loader = DataLoader([row] * 4, batch_size=2)\n"
         + OPTIMIZER,
+        "",
     ],
     "docs/memory.md": [LLAMA, "", "", SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n"],
     "docs/optimizers.md": [
@@ -129,6 +130,7 @@ RANKS = {"docs/long_context.md": 2, "docs/tensor_parallelism.md": 2, "docs/torch
 HERE = {
     '"cuda"': '"cpu"',
     "cp_size=4, dp_shard_size=2": "cp_size=2",
+    "sp_size=4, dp_shard_size=2": "sp_size=2",
     "dp_shard_size=4": "dp_shard_size=1",
     "fsdp.size = 4": "fsdp.size = 2",
     "from pytorch_optimizer import SOAP": "SOAP = lambda p, lr, **_: torch.optim.Adafactor(p, lr=lr)",
