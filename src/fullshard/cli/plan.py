@@ -124,7 +124,7 @@ def plan(
 
 
 def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
-    """Reduce a default length in `given` to what the model supports, and return a note. Refuse a length of the user."""
+    """Reduce the default length to what the model supports, and return a note. Raise if the user chose the length."""
     if model.positions is None or seq_len <= model.positions:
         return []
     if "seq_len" in given:

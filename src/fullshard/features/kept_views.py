@@ -64,7 +64,7 @@ class _Views:
         self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def look(self) -> None:
-        """Search the modules for views of the unit's parameters, once for each training mode and gradient mode."""
+        """Search the modules for views of parameters, once per combination of training mode and gradient mode."""
         kind = self._unit.modules[0].training, torch.is_grad_enabled()
         if kind not in self._looked:
             self._looked.add(kind)

@@ -209,7 +209,7 @@ class NonFiniteGuard(Extension):
         return bad
 
     def _find(self, held: Iterable[str]) -> NonFinite | None:
-        """Return which gradients are not finite. The script may have repaired some since backward, so look again.
+        """Return which gradients are not finite now, or None. The script may have repaired some since backward.
 
         This is a collective if the guard is alarmed. Only then is `held`, the names of parameters, iterated over.
         """

@@ -336,7 +336,10 @@ class RendezvousServer(threading.Thread):
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
-        """Check this host's settings against the others'. Refuse it if they differ, and the other unless it runs."""
+        """Return whether this host's settings match those of the other hosts.
+
+        If not, refuse this host, and also the other host unless its processes are already running.
+        """
         peer.admitted = True
         given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
         for other in self._peers:

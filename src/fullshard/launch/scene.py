@@ -125,7 +125,7 @@ class Scene:
         return False
 
     def _stack(self, pid: int) -> str:
-        """Return the main thread's stack. As the oldest thread, it is the last in the file."""
+        """Return the main thread's stack, which is the last in the file, because the main thread is the oldest."""
         with contextlib.suppress(OSError):
             text = (self._directory / f"stack-{pid}").read_text(encoding="utf-8", errors="replace")
             return _THREAD.split(text)[-1]

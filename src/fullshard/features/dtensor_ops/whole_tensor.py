@@ -127,7 +127,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 class _Leave(torch.autograd.Function):
-    """Converts a `WholeTensor` to a plain tensor (independent on each rank) or a DTensor, and reduces its gradient."""
+    """Converts a `WholeTensor` to a plain tensor, independent on each rank, or a DTensor. Reduces its gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:

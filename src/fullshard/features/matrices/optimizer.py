@@ -37,7 +37,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state at the end of `load_state_dict`, and forget which rank owns each matrix."""
+        """Restore the state as torch does, and discard the matrix assignment. `load_state_dict` calls this last."""
         super().__setstate__(state)
         self._whole, self._dealt = [], []
 

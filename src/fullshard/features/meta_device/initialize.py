@@ -117,9 +117,10 @@ def materialize(
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
-    """Allocate a module's meta tensors and run `init`. Return False if there are none, and raise if `init` skips one.
+    """Allocate a module's meta tensors and run `init`. Return False if there are no meta tensors.
 
-    A marker value reveals what `init` skips. `own` contains (module id, attribute) pairs of this unit's parameters.
+    A marker value reveals tensors that `init` skips, which is an error. `own` contains (module id, attribute) pairs of
+    this unit's parameters; tied parameters of other units are not touched.
     """
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
     parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]

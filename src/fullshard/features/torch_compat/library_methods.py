@@ -61,7 +61,7 @@ def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
 
 
 def _keep_version(module: nn.Module) -> Callable[..., Any]:
-    """Wrap `_activate_lora`: a parameter in `target_parameters` keeps its version, as its values stay the same."""
+    """Wrap PEFT's `_activate_lora` to keep the parameter's version, although torch increments it."""
     activate: Any = module._activate_lora
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ def _keep_version(module: nn.Module) -> Callable[..., Any]:
 
 
 def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
-    """Keep the outermost unit unsharded in Transformers' `generate`, which also uses it between forwards."""
+    """Wrap `generate` to keep the outermost unit unsharded, because its parameters are used between forwards, too."""
     method: Any = module.generate
 
     @functools.wraps(method)

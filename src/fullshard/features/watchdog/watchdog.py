@@ -345,7 +345,7 @@ class Watchdog(Watcher):
     def _failure(self, others: dict[int, Status] | None = None) -> str:
         """Return a message if a rank has had an error that other ranks of a group did not have, or an empty string.
 
-        If the statuses `others` are given, ranks with fewer errors count only if they wait: others may fail later.
+        If `others` is given, ranks with fewer errors count only if they wait, because a running rank may fail later.
         """
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
         if total and (total != self._found[0] or others is not None):  # the explanation may arrive later
