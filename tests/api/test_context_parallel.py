@@ -150,6 +150,9 @@ def trained(output: str, sizes: dict[str, int], kind: str) -> dict[str, Any]:
         data_collator=padded,
     )
     made.train()
+    if config is not None:
+        with pytest.raises(ConfigError, match="predictions are not gathered"):
+            made.predict(rows[:4])
     return result(made)
 
 

@@ -26,17 +26,17 @@ class Gathering(Processes):
 
         With tensor parallelism, ranks that compute on the same batch contribute only once.
         """
-        return self._gather_once(tensor, self._tensor_parallel_size)
+        return self._gather_once(tensor)
 
-    def _gather_once(self, tensor: Any, copies: int, **notes: Any) -> Any:
-        """Gather from the first of every `copies` ranks."""
+    def _gather_once(self, tensor: Any, **notes: Any) -> Any:
+        ranks, tiles = self.num_processes, self._tensor_parallel_size
 
         def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
-            parts = gathered.view(self.num_processes // copies, copies, -1, *gathered.shape[1:])
+            parts = gathered.view(ranks // tiles, tiles, -1, *gathered.shape[1:])
             return parts[:, 0].flatten(0, 1)
 
         found = collectives.gather(tensor, **notes)
-        return found if copies == 1 else recursively_apply(one_of_each, found)
+        return found if tiles == 1 else recursively_apply(one_of_each, found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values as `gather` does, but without the samples that filled up the last batch of an epoch.
@@ -51,10 +51,6 @@ class Gathering(Processes):
             TypeError: on several ranks, a value is neither tensors nor a list of objects.
             DataError: ranks read the loader in different orders.
         """
-        return self._gather_samples(input_data, use_gather_object, self._tensor_parallel_size)
-
-    def _gather_samples(self, input_data: Any, use_gather_object: bool, copies: int) -> Any:
-        """Gather values of real samples. Gather tensors from the first of every `copies` ranks."""
         if self.num_processes == 1:  # the input is complete and nothing is repeated
             return input_data if use_gather_object else collectives.gather(input_data)
         loader = self.gradient_state.active_dataloader
@@ -69,8 +65,8 @@ class Gathering(Processes):
             check_orders(order for _, order in said)
             data = [item for part, _ in said[:: self._ranks_per_batch] for item in part]
             return data[: self._real_rows(len(data))]
-        data = self._gather_once(input_data, copies, check=check_orders, note=order)
-        parts = self._ranks_per_batch // copies  # of each sample
+        data = self._gather_once(input_data, check=check_orders, note=order)
+        parts = self._ranks_per_sequence
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             rows = tensor.shape[0] // parts

@@ -95,6 +95,9 @@ class ShardedTraining:
         )
         tiles = getattr(self.model, "_tp_size", None) or 1
         self.accelerator = TrainerAccelerator(args, resolved, loader, tensor_parallel_size=tiles)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
+        )
         self.is_deepspeed_enabled, self.is_fsdp_enabled = False, True
         if self.accelerator.fsdp_plugin.activation_checkpointing and args.activation_checkpointing:
             raise ConfigError(
@@ -181,10 +184,17 @@ class ShardedTraining:
         with teachers_head(self):
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
-    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         """Evaluate one batch."""
+        if self.accelerator._config.parallelism.cp_size > 1 and not prediction_loss_only:
+            raise ConfigError(
+                "predictions are not gathered with context parallelism, because each rank has a part of each sequence",
+                hint="remove compute_metrics, which leaves eval_loss, or predict without cp_size",
+            )
         with teachers_head(self):
-            return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> Any:
         if self.accelerator._config.parallelism.sp_size == 1:
@@ -224,11 +234,6 @@ class ShardedTraining:
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation or prediction, with the averaged weights if an `EMACallback` requests them."""
-        self.gather_function = functools.partial(
-            self.accelerator._gather_samples,
-            use_gather_object=self.args.eval_use_gather_object,
-            copies=self.accelerator._ranks_per_batch,
-        )
         with averaged(self):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
