@@ -1,7 +1,4 @@
-"""Save and load moving averages of weights.
-
-A moving average holds one value per weight and is stored in the same way as optimizer state.
-"""
+"""Save and load moving averages of weights, which are stored in the same way as optimizer state."""
 
 from __future__ import annotations
 

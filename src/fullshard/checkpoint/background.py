@@ -4,8 +4,7 @@
     background              |                         | write, fsync, agree, rename     |
                                                             all ranks learn of it here ^
 
-The code that writes and commits the checkpoint is the same as for `save`. It runs in another thread and uses a separate
-process group, so that its messages never mix with those of the training.
+The second part of `save` runs in another thread, with its own process group, so that messages never mix.
 """
 
 from __future__ import annotations

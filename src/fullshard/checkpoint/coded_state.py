@@ -1,8 +1,7 @@
 """Store optimizer state that is kept as 4-bit or 8-bit codes with one scale per block (bitsandbytes, torchao).
 
-Blocks are counted from the start of a rank's interval. A checkpoint stores codes and scales unchanged, and a rank with
-the same interval restores them bit for bit. With a different number of ranks, or in another program, the state is read
-as ordinary values, and the optimizer encodes them again.
+Blocks are counted from the start of a rank's interval, so only a rank with the same interval restores codes and scales
+bit for bit. Other ranks and other programs read ordinary values, and the optimizer encodes them again.
 """
 
 from __future__ import annotations

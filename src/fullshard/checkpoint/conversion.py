@@ -1,13 +1,11 @@
 """Convert the tensors of a Hugging Face directory to those of a model and back, with Transformers' own rules.
 
-In Transformers 5, the tensors of many models have other names in memory than on disk. Some also have another form. For
-example, all experts of a layer are one tensor, or a fused projection is split into three. The rules are Transformers
-objects: a *renaming* maps a name to another name, and a *converter* computes tensors from other tensors. This module
-determines from the rules which tensors belong together, and converts one such `Group` at a time, so that only one group
-is in memory.
+In Transformers 5, the tensors of many models have other names or another form in memory than on disk. For example, all
+experts of a layer are one tensor. The rules are Transformers objects: a *renaming* maps a name to another name, and a
+*converter* computes tensors from other tensors. This module determines which tensors belong together, and converts one
+such `Group` at a time, so that only one group is in memory.
 
-Earlier versions of Transformers do not have rules. With these, a tensor keeps its name, except for the prefix of its
-base model.
+In earlier versions of Transformers, a tensor keeps its name, except for the prefix of its base model.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
 A copy is a checkpoint whose files are spread over the memory of all hosts: each rank's files are on its own host and on
 the next one. A copy is valid once every host has its files, and only then is the previous copy removed. There is
 therefore always one complete copy, and if one host is lost, the others still have all of its files. In a load, the
-ranks agree on the newest complete copy and verify it. Each host receives the files that its ranks will read, and the
-load continues in the same way as from disk.
+ranks agree on the newest complete copy and verify it, and each host receives the files that its ranks will read.
 """
 
 from __future__ import annotations

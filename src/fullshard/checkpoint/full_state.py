@@ -1,7 +1,4 @@
-"""Convert between a sharded model and the state dict of the unsharded model, with full tensors in memory.
-
-Use this for models that fit into the memory of one host. `save_checkpoint` does not need any full tensor.
-"""
+"""Convert between a sharded model and the state dict of the unsharded model, with full tensors in memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Methods of PEFT models that work on sharded parameters.
+"""Methods of PEFT models that work on sharded parameters, which PEFT itself does not support.
 
-PEFT does not support parameters that are sharded into intervals. These methods therefore work layer by layer: they copy
-each adapted layer with unsharded parameters, and PEFT's own code merges or unmerges the copy. Then every rank keeps its
-interval of the result. The results are bit-identical to PEFT's, and no rank holds more than one unsharded layer.
+They work layer by layer: PEFT's own code merges or unmerges a copy of the layer with unsharded parameters, and every
+rank keeps its interval of the result. The results are bit-identical to PEFT's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Load a checkpoint at any world size. Every rank reads and verifies only the bytes that it will own.
 
-A load that fails its checks changes nothing. First the manifest is compared with the model. Then every byte of the
-files is read and verified, each file by one rank. Only then are values changed. To do so, the files are read and
-verified a second time, usually from the page cache.
+A load that fails its checks changes nothing: values change only after the manifest has been compared with the model,
+and every file verified by one rank. The files are then read and verified again, usually from the page cache.
 """
 
 from __future__ import annotations

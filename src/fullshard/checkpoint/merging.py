@@ -1,8 +1,7 @@
 """Merge adapters into their base model while it is sharded, one layer at a time.
 
-PEFT's own code merges each layer, on a copy of that layer with unsharded parameters. The result is therefore
-bit-identical to PEFT's, and no rank ever holds more than one unsharded layer. The caller supplies the unsharded
-parameters, from the shards of a running job (here) or from files (`offline.merged`).
+PEFT's own code merges each layer, on a copy of that layer with unsharded parameters, so the result is bit-identical to
+PEFT's. The caller supplies the parameters, from the shards of a running job (here) or from files (`offline.merged`).
 """
 
 from __future__ import annotations

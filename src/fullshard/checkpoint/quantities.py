@@ -1,7 +1,4 @@
-"""Determine which weights of a model are quantised.
-
-Large weights that bitsandbytes cannot quantise are quantised at rest.
-"""
+"""Determine which weights are quantised: by bitsandbytes or, if large and not supported by it, at rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Exchange small messages between the ranks of a save or a load, mainly to find out whether any rank has failed.
+"""Exchange small messages between the ranks of a save or a load, as JSON and not as pickled objects.
 
-Messages are JSON, not pickled objects. An error on one rank is raised on all ranks, so that no rank waits for others
-that have stopped.
+An error on one rank is raised on all ranks, so that no rank waits for others that have stopped.
 """
 
 from __future__ import annotations

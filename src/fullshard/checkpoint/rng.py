@@ -1,7 +1,4 @@
-"""Convert the state of one rank's random number generators to tensors and back.
-
-The state is stored without a pickle, so loading it cannot run code.
-"""
+"""Convert one rank's random number generators to tensors and back, without a pickle, which could run code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Find the sources of a model's tensors in a Hugging Face directory.
-
-A source is either a stored tensor, or computed from stored tensors.
-"""
+"""Find the sources of a model's tensors in a Hugging Face directory: tensors stored there, or computed from them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Timestamps for checkpoints that always increase, even if clocks are set back.
+"""Timestamps for checkpoints that always increase, even if clocks are set back or differ between hosts.
 
-Clocks can be set back, and the clocks of two hosts differ. The timestamp of a save is therefore the time of day, unless
-this process has seen a timestamp that is equal or later. In that case, it is the next larger number. The process sees
-the timestamps of checkpoints in the same directory and of those that it has loaded or saved. In this way, a later save
-always has a larger timestamp.
+The timestamp of a save is the time of day or, if this process has seen an equal or later timestamp (in checkpoints in
+the same directory, or that it has loaded or saved), the next larger number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Write files of tensors, and read them with verification. This module does not import torch.
 
-The files follow the safetensors layout (8 bytes of header length, a JSON header, the tensors), so that any program that
-supports safetensors can read them. The safetensors package lacks two features that are needed here: writing with only
-one tensor in memory at a time, and a checksum for each chunk.
+The files follow the safetensors layout (8 bytes of header length, a JSON header, the tensors). The safetensors package
+lacks two features: writing with only one tensor in memory at a time, and a checksum for each chunk.
 """
 
 from __future__ import annotations

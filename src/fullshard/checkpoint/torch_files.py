@@ -1,8 +1,7 @@
 """Read files that `torch.save` wrote, without letting their contents run code or exhaust memory.
 
-The files are zip archives that contain a pickle. `weights_only=True` rejects any pickle that asks for more than tensors
-and plain values. Two dangers that it does not check for are checked here first: compressed entries, which could expand
-to any size, and entries that share bytes. Tensors are mapped from the file and read only when they are needed.
+The files are zip archives with a pickle. `weights_only=True` only accepts tensors and plain values. Checked here first:
+compressed entries, which could expand to any size, and entries that share bytes. Tensors are mapped from the file.
 """
 
 from __future__ import annotations

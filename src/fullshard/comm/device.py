@@ -1,7 +1,4 @@
-"""Functions that work for all kinds of devices: CPUs, CUDA devices, and devices that plug into torch.
-
-They add what `torch.accelerator` does not provide for all of these kinds.
-"""
+"""Functions for all kinds of devices (CPU, CUDA, and those that plug into torch) that `torch.accelerator` lacks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Private torch names that are used by the kernel, or by more than one folder outside it.
 
 A folder that needs other names has its own `torch_private.py`. No other file may use private names, and
-`test_architecture` enforces this. torch may rename any of these names in any release without notice. Therefore each
-entry states its purpose, what goes wrong if torch changes it, and the torch release that added it ("2.0" is the oldest
-release that was examined). `tests/engine/test_torch_private` tests each name for exactly this purpose, and reports the
-name if the test fails.
+`test_architecture` enforces this. torch may rename these names in any release. Therefore each entry states its purpose,
+what goes wrong if torch changes it, and the torch release that added it ("2.0" is the oldest release that was
+examined). `tests/engine/test_torch_private` tests each name for exactly this purpose.
 """
 
 from __future__ import annotations

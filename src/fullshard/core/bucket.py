@@ -1,7 +1,4 @@
-"""Plans of buckets: their layout, their dtypes, and which parts are on the host. This module does not import torch.
-
-The engine builds its buckets from these plans, and the planner estimates with them, so both apply the same rules.
-"""
+"""Plans of buckets, with the same rules for the engine and the planner. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The events that the engine emits: one for each transition of a unit, for use by other code.
-
-The planner produces the same events for a simulated step, so the predicted and the observed schedule can be compared as
-two lists.
-"""
+"""The events that the engine emits and the planner predicts: one for each transition of a unit."""
 
 from __future__ import annotations
 

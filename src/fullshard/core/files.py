@@ -28,8 +28,7 @@ MAX_DEPTH = 200
 """The maximum nesting depth of JSON lists and objects, which is also pydantic's limit."""
 
 _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
-"""The error codes for a writable file that cannot be replaced, because its folder belongs to another user or because
-something is mounted over its name."""
+"""Errors for a writable file that cannot be replaced: its folder is another user's, or its name is a mount point."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""Describes the forms in which a frozen weight is stored and sent as codes and scales. Does not import torch.
-
-The engine uses them to lay out buckets, and the planner uses them for its estimates.
-"""
+"""Describes the forms in which a frozen weight is stored and sent as codes and scales. Does not import torch."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ bucket is padded so that it divides into equal intervals, as gathers require. Ra
 
     parameters   |aaaaaaaaa...|bbbbb...|cccccccccccccccccccccc|dd..|......|      ('.' = padding)
     intervals    |     rank 0      |     rank 1      |     rank 2         |
-
-`BucketLayout.build` packs the parameters, and `__post_init__` checks the invariants with independent code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Agreement among the ranks to stop. If one rank requests it, all ranks learn of it at the end of the same backward.
-
-The request is part of the message that ends every backward (`features.preemption`), so it adds no communication.
-"""
+"""Agreement among the ranks to stop after the same backward, in the message that ends it (`features.preemption`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Switch the parameters that modules hold: original ones while the unit is unsharded, sharded ones at rest.
 
-The binding writes to `module._parameters`. Other code may write there too, and no hook reports this, so the binding
-checks the parameters before it replaces them. A forward can also modify an original parameter in place. The version
-counter of the parameter shows such a change.
+The binding writes to `module._parameters`. Other code may write there too, without a hook, so the binding checks the
+parameters before it replaces them. The version counter shows whether a forward modified an original in place.
 """
 
 from __future__ import annotations

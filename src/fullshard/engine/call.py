@@ -3,8 +3,7 @@
     outputs   Each output has a hook, which runs when its gradient exists and backward is about to enter the unit.
     inputs    Each input passes through an identity with a hook. Once all hooks have run, backward has left the unit.
 
-An error in a hook surfaces in `loss.backward()`, so the hook adds the name of the unit to the error. `HooklessCalls`
-tracks calls without inputs that require a gradient.
+An error in a hook surfaces in `loss.backward()`, so the hook adds the name of the unit to the error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The engine's extension points, through which features outside the kernel run at fixed moments of a step.
 
-A feature is a subclass of `Extension`. Each sharded model has one instance of each registered class. The kernel calls
-the methods that a class overrides, in the order of registration. A moment that no class handles costs only a look at an
-empty tuple. `fullshard.features` registers the extensions of the package. Other classes can be registered before a
-model is sharded.
+Each sharded model has one instance of each registered subclass of `Extension`. The kernel calls the methods that a
+class overrides, in the order of registration. `fullshard.features` registers the extensions of the package. Other
+classes can be registered before a model is sharded.
 """
 
 from __future__ import annotations

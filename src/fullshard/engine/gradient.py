@@ -1,12 +1,10 @@
 """The gradients of one bucket: collected unsharded during backward, reduced, and added to the main gradient.
 
-    collect             see `engine.unsharded_gradient`                               when autograd produces a gradient
-    launch              reduce-scatter along the shard axis, and divide               once per backward, in order
-    advance             all-reduce along the replicate axis; then to main weights     when a later bucket launches
-    accumulate_early    add to earlier micro-batches, if nothing else remains to do   when the reduction has ended
-    finish              add to the main gradient, which is published as `.grad`       at the end of backward
-
-`core.dtypes` defines the dtype of the gradients in each step.
+collect             see `engine.unsharded_gradient`                               when autograd produces a gradient
+launch              reduce-scatter along the shard axis, and divide               once per backward, in order
+advance             all-reduce along the replicate axis; then to main weights     when a later bucket launches
+accumulate_early    add to earlier micro-batches, if nothing else remains to do   when the reduction has ended
+finish              add to the main gradient, which is published as `.grad`       at the end of backward
 """
 
 from __future__ import annotations

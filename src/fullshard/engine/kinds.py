@@ -1,7 +1,6 @@
 """Kinds of parameters, each of which defines how parameters of that kind are checked, stored and sharded.
 
-A feature subclasses `ParameterKind` and registers an instance. The kind of a parameter is the first registered kind
-that accepts it. A parameter that no kind accepts is a plain parameter.
+The first registered kind that accepts a parameter handles it. A parameter that no kind accepts is a plain parameter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The tensors that code outside the engine sees: DTensors of which each rank stores only an interval.
-
-They are parameters, gradients, optimizer state and the values of state dicts. Code outside the engine defines which
-operations they support (`ShardedTensor._compute`).
-"""
+"""The tensors that code outside the engine sees: DTensors of which each rank stores only an interval."""
 
 from __future__ import annotations
 

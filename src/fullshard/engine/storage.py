@@ -1,7 +1,4 @@
-"""The storage of a unit's shards: on the compute device, or where a feature puts them.
-
-A feature subclasses `Storage` and registers a function that creates an instance from an `offload_policy`.
-"""
+"""The storage of a unit's shards: on the compute device, or where a feature's subclass of `Storage` puts them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Read the folders of runs for a report.
 
-A folder may contain unexpected data: other programs write files with the same names, and killed runs leave incomplete
-files. Therefore every file is read with size limits (`core.files`) and validated, paths that lead out of the folder are
-refused, and every fault raises a `DataError`.
+Other programs write files with the same names, and killed runs leave incomplete files. Therefore files are read with
+size limits and validated, paths that lead out of the folder are refused, and every fault raises a `DataError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Write a report on one or more runs as a single HTML file.
-
-The file can be opened without network access. It adapts to light screens, dark screens and paper. This module fills the
-template `report.html.j2`.
-"""
+"""Write a report on one or more runs as a single HTML file, which can be opened without network access."""
 
 from __future__ import annotations
 

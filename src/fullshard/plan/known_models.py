@@ -1,9 +1,8 @@
 """Well-known models by name, with the fields of each published `config.json` that determine its shapes.
 
-The comment above each group of rows gives the organisation and the release date. `test_plan_models.py` computes the
-number of parameters from these fields and compares it with the number on the model's page. It also compares the fields
-with independent tables (`tests/fixtures/published_shapes.csv`) and with the defaults of Transformers' classes. For a
-model that also accepts images, only the text part is listed.
+The comment above each group of rows gives the organisation and the release date. `test_plan_models.py` checks the
+fields against the published number of parameters, `tests/fixtures/published_shapes.csv` and the defaults of
+Transformers' classes. For a model that also accepts images, only the text part is listed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Count the work of an optimizer that updates complete matrices, such as Muon, and the bytes that it sends.
-
-`plan.dealing` assigns the matrices to ranks, both here and in the engine. A parameter's role determines whether it is
-updated as a matrix.
-"""
+"""Count the work and the sent bytes of an optimizer that updates complete matrices (Muon). See also `plan.dealing`."""
 
 from __future__ import annotations
 

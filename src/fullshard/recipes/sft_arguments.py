@@ -1,7 +1,4 @@
-"""The flags of `fullshard sft`.
-
-They are TRL's own flags, which TRL's parser reads, a few additional flags, and aliases for some of them.
-"""
+"""The flags of `fullshard sft`: TRL's own, which TRL's parser reads, a few additional flags, and aliases."""
 
 from __future__ import annotations
 

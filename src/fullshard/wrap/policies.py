@@ -7,8 +7,7 @@
     NoWrap()                      only the root
 
 The root is always a unit, so policies do not select it. One transformer block is nearly always the right size for a
-unit: its all-gather overlaps with the computation of the previous block, and a rank holds two of them unsharded at a
-time.
+unit: its all-gather overlaps with the computation of the previous block, and a rank holds two of them unsharded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Detect the format of a checkpoint.
-
-File names are checked first, and file contents only if the names are not sufficient.
-"""
+"""Detect the format of a checkpoint from file names, and from file contents only if the names are not sufficient."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Read Hugging Face directories as a source, and write any source as one or several safetensors files.
 
-Neither a model nor a process group is needed, and only one chunk of one tensor is in memory at a time. Output for
-Transformers is written in the form in which Transformers stores a model. For example, each expert has its own tensors
-on disk, although Transformers computes with all experts of a layer in one tensor. Training checkpoints contain the form
-that is used in memory.
+Output for Transformers is written in the form in which Transformers stores a model. For example, each expert has its
+own tensors on disk, although Transformers computes with all experts of a layer in one tensor. Training checkpoints
+contain the form that is used in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A source that consists of a base model with an adapter merged into it. `fullshard merge` writes it.
 
 Tensors that the adapter does not change are returned exactly as they are on disk. PEFT itself computes the others (see
-`checkpoint.merging`), on a skeleton of the model on the meta device in which only the current layer is filled from the
-files. Therefore, only the adapter and one layer of the model are in memory at a time.
+`checkpoint.merging`), on a skeleton of the model in which only the current layer is filled from the files.
 """
 
 from __future__ import annotations

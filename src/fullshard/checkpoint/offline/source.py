@@ -1,9 +1,8 @@
 """Sources, which present checkpoints of every format as named tensors that can be read in intervals.
 
-A *source* is a checkpoint on disk, in the native format or in that of another program. It describes its contents with
-the records of the native manifest, but without pieces if another program saved it. Writing from a source needs no
-process group and no model, and only one chunk of one tensor is in memory at a time. Each module opens or writes one
-format, and `detect` recognises the format of a file or directory.
+A *source* is a checkpoint on disk, described by the records of the native manifest (without pieces if another program
+saved it). Writing from a source needs no process group and no model, and only one chunk of one tensor is in memory at a
+time. Each module opens or writes one format, and `detect` recognises the format of a file or directory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Write any source as a native checkpoint for any world size, without a process group or a model.
+"""Write any source as a native checkpoint, without a process group or a model, with one chunk in memory at a time.
 
-Only one chunk is in memory at a time. A run can load a checkpoint however it is sharded. Here a checkpoint is sharded
-as in a run of that world size with one bucket per dtype, so that a rank of such a run reads little more than its own
-file.
+The checkpoint is sharded as in a run of the given world size with one bucket per dtype, so that a rank of such a run
+reads little more than its own file. Any other run can load it too.
 """
 
 from __future__ import annotations

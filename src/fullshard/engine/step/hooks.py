@@ -43,8 +43,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 _held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Bucket]]] = (
     weakref.WeakKeyDictionary()
 )
-"""The parameters of each optimizer at its last step, and their buckets. The list of parameters is empty if any was not
-sharded, because it may be sharded later."""
+"""Parameters and buckets of each optimizer at its last step. Without parameters if any was not sharded yet."""
 
 
 def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
