@@ -126,6 +126,35 @@ def test_the_busiest_rank_sets_the_pace() -> None:
     assert Job.of({"ep": 8}).load == BALANCE and any("2 times the average" in note for note in notes_of(uneven))
 
 
+def seconds(settings: dict[str, Any], *, link: float = 1e7, flops: float = 1e18) -> float:
+    """Return the time of a step of the small model on 4 devices with slow links, so that it is that of messages."""
+    cluster = parse_cluster("4xH100")
+    device = dataclasses.replace(cluster.device, link=link, link_efficiency=1.0, flops=flops)
+    job = Job.of({"seq_len": 2**14, "loss": "fused", **settings})
+    return evaluate(from_config(TINY, where="test")[0], job, dataclasses.replace(cluster, device=device)).time.total
+
+
+def test_layers_wait_for_what_they_send() -> None:
+    """Beside what shards send, which is the same with as many tokens per rank."""
+    alone = seconds({"seq_len": 2**12})
+    for axis in ("cp", "sp"):
+        plan = tiny("4xH100", **{axis: 4, "seq_len": 2**14})
+        sent = plan.traffic.cp_nbytes + plan.traffic.sp_nbytes
+        assert seconds({axis: 4}) - alone == pytest.approx(sent / 1e7, rel=0.01)
+    even, uneven = (seconds({"ep": 4, "ep_imbalance": each}) for each in (1.0, 2.0))
+    more = tiny("4xH100", ep=4, ep_imbalance=1.0, seq_len=2**14).traffic.ep_nbytes
+    assert uneven - even == pytest.approx(more / 1e7, rel=0.01)
+
+
+def test_attention_hides_a_ring_but_not_its_last_round() -> None:
+    """If attention is slow, a step waits for a quarter of the gradients' ring; and for all that Ulysses sends."""
+    slow: dict[str, Any] = {"flops": 1e9, "link": 1e6}
+    ring, faster = (seconds({"cp": 4}, **{**slow, "link": link}) for link in (1e6, 2e6))
+    gradients = 2 * 4 * 2**12 * (2 * 2 * 4) * 4
+    shards = seconds({"seq_len": 2**14}, **slow) - seconds({"seq_len": 2**14}, **{**slow, "link": 2e6})
+    assert ring - faster - shards == pytest.approx(gradients / 4 * (1e-6 - 0.5e-6), rel=0.05)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A published run: tokens per second and device, or bytes per device."""

@@ -277,9 +277,9 @@ class _Clock:
         for message in self.messages[unit.block][way] if unit.block is not None else ():
             links = self.cluster.device.link_seconds(*message.links(self.cluster.per_host))
             latency = message.rounds * BASE_LATENCY + (message.ranks - 1) * STEP_LATENCY
-            done = self._on_wire(*links, latency)
             hidden = sum(part * seconds for part, seconds in zip(message.hidden, attention, strict=True))
-            self._wait(max(done - hidden, self.now + message.least * max(links)))
+            done = self._on_wire(*links, latency, ago=hidden)
+            self._wait(max(done, self.now + message.least * max(links)))
         if job.ep > 1 and unit.block is not None and unit.block.experts and (way == 0 or job.checkpointing != "none"):
             self.host = max(self.host, self.now)  # it has waited for the number of tokens
 
@@ -295,13 +295,16 @@ class _Clock:
         )
         return self._on_wire(inside, across, times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY, after)
 
-    def _on_wire(self, inside: float, across: float, latency: float, after: float = 0.0) -> float:
-        """Return the time at which a message will be complete that takes these seconds on each kind of link."""
+    def _on_wire(self, inside: float, across: float, latency: float, after: float = 0.0, *, ago: float = 0.0) -> float:
+        """Return the time at which a message will be complete that takes these seconds on each kind of link.
+
+        It was issued `ago` seconds before now, during the computation that has just ended.
+        """
         seconds = max(inside, across) + latency
         self.communication += seconds
         if self.cluster.device.is_cpu and not across:
             self._wait(self.now + seconds)
             return self.now
         wire = "network" if across > inside else "link"
-        self.wires[wire] = max(self.now, after, self.wires.get(wire, 0.0)) + seconds
+        self.wires[wire] = max(self.now - ago, after, self.wires.get(wire, 0.0)) + seconds
         return self.wires[wire]
