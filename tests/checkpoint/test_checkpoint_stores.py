@@ -194,7 +194,7 @@ def test_what_needs_a_directory_of_this_host_says_so() -> None:
         fsdp_plugin=fullshard.FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
     )
     accelerator.prepare(*job())
-    with pytest.raises(ConfigError, match="FULL_STATE_DICT writes files for other libraries into the checkpoint"):
+    with pytest.raises(ConfigError, match="FULL_STATE_DICT adds files for other libraries to the checkpoint"):
         accelerator.save_state("memory://b/x")
     let_go()
 

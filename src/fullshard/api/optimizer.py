@@ -19,9 +19,9 @@ from fullshard.features.nonfinite import was_left_out
 
 
 def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: int) -> None:
-    """Refuse an optimizer with parameters outside all prepared models, because ranks would not average their gradients.
+    """Refuse an optimizer that has parameters of models which are not prepared: their gradients would not be averaged.
 
-    On one rank, no gradients need to be averaged, so refuse the optimizer only if all its parameters are outside.
+    With a single rank, there is nothing to average, so refuse it only if none of its parameters is in a prepared model.
     """
     own = {id(parameter) for model in models for parameter in model.parameters()}
     trained, foreign = 0, []

@@ -207,8 +207,8 @@ def save(
     if isinstance(path, ObjectPath) and (whole_weights or form != "native"):
         what = "FULL_STATE_DICT" if whole_weights else f"checkpoint.format = {form}"
         raise ConfigError(
-            f"{what} writes files for other libraries into the checkpoint, which {path} does not support",
-            hint="save SHARDED_STATE_DICT there, and run fullshard ckpt consolidate or export to create those files",
+            f"{what} adds files for other libraries to the checkpoint, which is not possible in {path}",
+            hint="save SHARDED_STATE_DICT there; fullshard ckpt consolidate and export create such files from it",
         )
     if saver is not None:
         saver.make_room()

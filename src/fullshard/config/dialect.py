@@ -185,7 +185,7 @@ class Dialect:
     finish: Callable[[Reading], None] | None = None
 
     def find(self, name: str) -> Key | None:
-        """Return the row for a key, or None. Ignore case, the prefix, and whether the key contains `-` or `_`."""
+        """Return the row for a key, or None. Ignore case and the prefix, and treat `-` and `_` as the same."""
         wanted = _normal(name)
         options = {wanted, self.prefix + wanted, wanted.removeprefix(self.prefix)} if self.prefix else {wanted}
         for key in self.keys:

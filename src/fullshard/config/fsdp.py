@@ -72,7 +72,9 @@ def _state_dict(value: Any) -> Settings:
 
 def _version(value: Any) -> None:
     if values.integer(value) not in (1, 2):
-        raise ConfigError(f"expected 1 or 2, got {value!r}", hint="remove it; both versions have the same effect")
+        raise ConfigError(
+            f"expected 1 or 2, got {value!r}", hint="remove this setting; versions 1 and 2 behave the same here"
+        )
 
 
 FSDP_KEYS = (

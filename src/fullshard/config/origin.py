@@ -27,12 +27,12 @@ class Origin:
 
     @classmethod
     def variable(cls, name: str) -> Origin:
-        """Return the origin of an environment variable."""
+        """Return the origin of a value that was read from an environment variable."""
         return cls(Precedence.ENVIRONMENT, f"${name}")
 
     @classmethod
     def flag(cls, name: str) -> Origin:
-        """Return the origin of a command-line flag. The name includes the dashes."""
+        """Return the origin of a value that was set by a command-line flag. The name includes the dashes."""
         return cls(Precedence.FLAG, name)
 
     @classmethod

@@ -57,10 +57,10 @@ def count_kept(nbytes: Iterable[int], budget: int) -> int:
 
 
 def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:
-    """Return how many later launches it takes until a reduction has been waited for along both axes of its mesh.
+    """Return the number of further launches after which a reduction is complete along both axes of its mesh.
 
-    A launch beyond the limit waits for the oldest reduction along the shard axis. The next launch waits for it along
-    the replicate axis.
+    When `in_flight` reductions are running, the next launch first waits for the oldest one along the shard axis. The
+    launch after that waits for the same reduction along the replicate axis.
     """
     return 0 if shard_size * replicate_size == 1 else in_flight + (replicate_size > 1)
 

@@ -12,7 +12,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def own_modules(plan: UnitPlan, stop_at: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that hold parameters of the unit, or buffers outside its inner units (`stop_at`)."""
+    """Return the modules that hold the unit's parameters, or buffers that its inner units `stop_at` do not hold."""
     inner = {id(module) for unit in stop_at for module in unit.modules()} - {id(m) for m in plan.modules}
     owners = {id(module) for slot in plan.slots for module, _ in slot.owners}
     return [

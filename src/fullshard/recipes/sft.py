@@ -255,7 +255,7 @@ def say(message: str) -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the training job on this rank, with the arguments of the command line by default."""
+    """Run the training job on this rank. `words` are its arguments, by default those on the command line."""
     run_worker(lambda: run(read_arguments(sys.argv[1:] if words is None else words, say)))
 
 

@@ -59,7 +59,7 @@ class Values(Protocol):
     """Supplies values for parameters that have no memory, such as those on the meta device."""
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, any dtype and device) with the elements `interval` of this rank's flattened part."""
+        """Fill `out` (1-D, any dtype and device) with the elements in `interval` of this rank's flattened part."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The simulated time of an operation.
 
-It is the time for the operation's FLOP or the time for its bytes, whichever is longer, at the speeds that training
+It is the longer of two times: to compute the operation's FLOP and to move its bytes, at the speeds that training
 reaches.
 """
 

@@ -182,7 +182,7 @@ class VirtualDevice(torch_private.DispatchMode):
         return task
 
     def collective(self, what: str, nbytes: int, ranks: int, *, stride: int, times: int) -> Task:
-        """Launch a collective of `nbytes` bytes on the current stream. `times` is 2 for an all-reduce."""
+        """Launch a collective that sends `nbytes` bytes `times` times: twice for an all-reduce, or else once."""
         on_links = exchanged if what == "all-to-all" else carried
         sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside, across = self.cluster.device.link_seconds(*sent)

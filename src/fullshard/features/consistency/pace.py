@@ -64,7 +64,7 @@ class Pace:
         self._computing = 0.0
 
     def begin_step(self, *, is_wanted: bool) -> None:
-        """End the current step and start a new one. Record the step that ends if `is_wanted`."""
+        """End the current step and start a new one. If `is_wanted`, record the step that just ended."""
         now, waited = time.monotonic(), PROGRESS.waited
         if self._began is not None and is_wanted:
             begin, before = self._began

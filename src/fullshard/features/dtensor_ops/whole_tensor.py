@@ -88,9 +88,9 @@ class WholeTensor(_Whole):
             if plain and changed is not None:
                 if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in plain):
                     raise LifecycleError(
-                        f"`{func.__name__}` would change a result of {changed.name} in place with a plain tensor that "
-                        "has a gradient",
-                        hint="write total = total + loss, which creates a plain tensor",
+                        f"`{func.__name__}` would change a tensor computed from {changed.name} in place, with a "
+                        "plain tensor that requires a gradient",
+                        hint="create a new tensor instead: total = total + loss, not total += loss",
                     )
             elif others and changed is None:
                 leave = functools.partial(_leave, is_plain=bool(plain))

@@ -117,8 +117,8 @@ class ExtendedBucket(Bucket):
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} changed in place under unsharded(), where "
-                "it is a tensor that `fsdp_post_all_gather` returned",
+                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} was changed in place inside unsharded(). The "
+                "change would be lost, because it is a temporary tensor that `fsdp_post_all_gather` returned",
                 hint="change the sharded parameter in place instead",
             )
 
@@ -240,7 +240,7 @@ def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device)
     if type(rows) is not type(extended.detach()):
         raise LifecycleError(
             f"{type(extended).__name__}.new_zeros returns a {type(rows).__name__}, expected the same type",
-            hint="make new_zeros return the same type in its __torch_dispatch__, as torch's fully_shard also requires",
+            hint="handle new_zeros in the __torch_dispatch__ of the subclass, as torch's fully_shard also requires",
         )
     return rows
 

@@ -100,7 +100,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
     for module in {id(module): module for module in modules}.values():
         if is_unit(module):
             raise WrapError(
-                f"the {type(module).__name__} to compile is already sharded",
+                f"{type(module).__name__} cannot be compiled, because it is already sharded",
                 hint="compile modules before sharding",
             )
         if module.__dict__.get("_recomputed_by") is _selectively:

@@ -161,7 +161,7 @@ class Stepper:
     # -- in backward --------------------------------------------------------------------------------------------
 
     def begin(self, model: Schedule) -> bool:
-        """Prepare for a backward, and return whether the optimizer will step in it."""
+        """Prepare for a backward pass, and return whether the optimizer will step during it."""
         optimizer = self._optimizer()
         if optimizer is None:
             return False

@@ -111,9 +111,9 @@ def consolidate_sharded_model_checkpoints(
     """Combine the files of all ranks into one file with unsharded tensors. Call this on a single rank.
 
     Args:
-        ckpt_prefix: The path that was passed to `save` (a directory, or a file to whose name the ranks were added), or
-            the beginning of the file names.
-        ckpt_suffix: A pattern for the files in the directory or for the part of the name after the prefix.
+        ckpt_prefix: The path that was passed to `save` (a directory, or a file name to which each rank added its
+            number), or the beginning of the file names.
+        ckpt_suffix: A pattern. In a directory, it selects files. Otherwise it matches the rest of the file names.
         save_path: The file to which `{"model": ...}` is written. The default is `consolidated.pth` in the working
             directory.
         save_model: Whether to write the file.
