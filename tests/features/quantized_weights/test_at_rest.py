@@ -274,7 +274,7 @@ def check_refusals() -> None:
     with pytest.raises(LifecycleError, match="cannot cast sharded parameters that are stored as codes"):
         model.float()
     with (
-        pytest.raises(LifecycleError, match=r"0\.weight changed in place under unsharded"),
+        pytest.raises(LifecycleError, match=r"0\.weight changed in place inside unsharded"),
         unsharded(model, writeback=True),
     ):
         model[0].weight.zero_()

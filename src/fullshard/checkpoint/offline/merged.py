@@ -58,7 +58,7 @@ class _Base:
         self._converted = functools.lru_cache(1)(self._convert)
 
     def keys(self, name: str) -> list[str]:
-        """Return the names of the stored tensors from which a tensor is computed: none if the adapter adds the tensor."""
+        """Return the names of the stored tensors that a tensor is computed from: none if an adapter adds it."""
         if name in self._numbers:
             return [key for _, key in self._groups[self._numbers[name]].takes]
         return [self._stored[name]] if name in self._stored else []
