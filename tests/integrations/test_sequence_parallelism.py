@@ -173,6 +173,9 @@ def check_refused(place: str, output: str) -> None:
         trl_runs.run(place, "DPO", False, False, output, {"parallelism_config": config("fullshard")})
     with pytest.raises(ConfigError, match=r"Trainer: .* but label_smoothing_factor is set"):
         train(output, "fullshard", {"label_smoothing_factor": 0.1})
+    made = trainers.trainer(trainers.build(), trainers.arguments(output, parallelism_config=config("fullshard")))
+    with pytest.raises(ConfigError, match="predictions are not gathered"):
+        made.predict(data()[:4])
     accelerator = fullshard.Accelerator(
         cpu=True, parallelism_config=config("fullshard", sp_seq_length=16, sp_seq_length_is_variable=False)
     )

@@ -178,20 +178,19 @@ class ShardedTraining:
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
-    def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one micro-batch."""
-        model.train()  # Trainer does so later, but cutting the batch depends on it
         with teachers_head(self):
-            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
         self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """Evaluate one batch."""
-        if self.accelerator._config.parallelism.cp_size > 1 and not prediction_loss_only:
+        if self.accelerator._ranks_per_sequence > 1 and not prediction_loss_only:
             raise ConfigError(
-                "predictions are not gathered with context parallelism, because each rank has a part of each sequence",
-                hint="remove compute_metrics, which leaves eval_loss, or predict without cp_size",
+                "predictions are not gathered if each rank has a part of each sequence",
+                hint="remove compute_metrics, which leaves eval_loss, or predict without cp_size and sp_size",
             )
         with teachers_head(self):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
@@ -199,20 +198,12 @@ class ShardedTraining:
     def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> Any:
         if self.accelerator._config.parallelism.sp_size == 1:
             return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
-        if not self.model.training:  # evaluations have whole sequences
-            return contextlib.nullcontext, inputs
         _check_loss(self, inputs)
         return contextlib.nullcontext, self.accelerator._cut_batch(inputs)
 
-    def get_tp_size(self: Any) -> int:
-        """Return the number of ranks that compute the same. Sequence parallelism does not cut evaluations."""
-        tiles = int(super().get_tp_size())  # type: ignore[misc]
-        return tiles if self.model.training else tiles * self.accelerator._config.parallelism.sp_size
-
     def get_cp_size(self: Any) -> int:
         """Return the number of ranks that compute on parts of one batch, also those of sequence parallelism."""
-        ranks = int(super().get_cp_size())  # type: ignore[misc]
-        return ranks * self.accelerator._config.parallelism.sp_size if self.model.training else ranks
+        return int(self.accelerator._ranks_per_sequence)
 
     def get_sp_size(self: Any) -> int:
         """Return 1, because loaders do not yield a batch per rank that shares it, as DeepSpeed's adapter does."""
