@@ -272,7 +272,10 @@ def check_left_out() -> None:
         with pytest.raises(ZeroDivisionError):
             model(**cut[1])
         return
-    with pytest.raises(CommunicationError, match=r"(?s)rank 0, exchanging attention heads.*rank 1.*ZeroDivisionError"):
+    # The reason is that rank 1 had an error, or that it has left if its process is faster.
+    with pytest.raises(
+        CommunicationError, match=r"rank 0, exchanging attention heads for parts of sequences: .*rank 1"
+    ):
         model(**cut[1])
 
 
