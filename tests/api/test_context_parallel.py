@@ -59,7 +59,8 @@ def split_layers(model: nn.Module, mesh: Any) -> None:
 def loop(family: str, sizes: dict[str, int], steps: int = 5, directory: str = "", load: bool = False) -> dict[str, Any]:
     """A loop as people write it for Accelerate, with two micro-batches of 4 sequences per step."""
     config = ParallelismConfig(**sizes) if sizes else None
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config)
+    settings = {"activation_checkpointing": bool(sizes) and family == "llama"}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config, fsdp_plugin=settings)
     cp, tp = (getattr(config, name, 1) for name in ("cp_size", "tp_size"))
     copies = accelerator.num_processes // tp
     model = model_of(family)

@@ -594,6 +594,8 @@ def test_variables_people_set() -> None:
         "ACCELERATE_USE_CPU": "true",
         "ACCELERATE_USE_FSDP": "true",
         "PARALLELISM_CONFIG_TP_SIZE": "1",
+        "PARALLELISM_CONFIG_CP_SIZE": "2",
+        "PARALLELISM_CONFIG_CP_BACKEND": "torch",
         "FSDP_OFFLOAD_PARAMS": "",
         "PATH": "/bin",
     }
@@ -602,6 +604,7 @@ def test_variables_people_set() -> None:
     assert (sharding.strategy, sharding.wrap_classes, sharding.compile) == ("SHARD_GRAD_OP", ("A", "B"), True)
     assert (resolved.config.precision.mode, resolved.config.launch.device) == ("bf16", "cpu")
     assert str(resolved.origin("sharding.strategy")) == "$FSDP_SHARDING_STRATEGY"
+    assert resolved.config.parallelism.cp_size == 2
     assert resolved.notes == ()
 
 
@@ -614,6 +617,7 @@ def test_variables_people_set() -> None:
         ("FSDP_OFFLOAD_PARAMS", "maybe", "$FSDP_OFFLOAD_PARAMS: expected true or false", "see"),
         ("ACCELERATE_FP8_BACKEND", "TE", "ACCELERATE_FP8_BACKEND = TE is not supported", "unset"),
         ("PARALLELISM_CONFIG_TP_SIZE", "2", "tensor parallelism", "in the script"),
+        ("PARALLELISM_CONFIG_CP_BACKEND", "ring", "expected one of TORCH", "use TORCH"),
     ],
 )
 def test_wrong_variables(name: str, value: str, message: str, hint: str) -> None:
