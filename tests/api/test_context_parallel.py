@@ -252,6 +252,10 @@ def misused() -> None:
         with pytest.raises((ConfigError, CommunicationError), match="a layer passes a mask"):
             model(ids, attention_mask=mask)
     assert torch.equal(ids, torch.arange(1, 9)[None])
+    with accelerator.maybe_context_parallel([ids], [1]):
+        loss = model(ids).logits.mean()
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel ran inside maybe_context_parallel, but its backward"):
+        accelerator.backward(loss)
 
 
 def test_masks_that_attention_would_ignore_are_refused() -> None:

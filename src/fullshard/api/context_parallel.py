@@ -26,6 +26,8 @@ from fullshard.core.errors import ConfigError, DataError
 _attend = F.scaled_dot_product_attention
 _POSITIONS: list[torch.Tensor] = []
 """Within `divided`, the positions in the sequence of this rank's tokens."""
+_FORWARDS: set[str] = set()
+"""Classes of models that ran within `divided` since the last backward."""
 _ON_FULL_ATTENTION = "use a model with full attention in every layer"
 
 
@@ -82,6 +84,14 @@ def divided(
         yield
 
 
+def check_backward() -> None:
+    """Refuse a backward after the block of its forward, because recomputed attention would miss other ranks' tokens."""
+    names = ", ".join(sorted(_FORWARDS))
+    _FORWARDS.clear()
+    what = f"the forward of {names} ran inside maybe_context_parallel, but its backward runs outside"
+    _check(bool(_POSITIONS) or not names, what, "run backward inside the block, too", ConfigError)
+
+
 class _Gathered(torch.autograd.Function):
     """Concatenates the parts of all ranks along dim 2. Backward adds up the gradients of a part from all ranks."""
 
@@ -113,6 +123,8 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Refuse inputs whose result would be wrong, because attention ignores masks. Add missing positions."""
     if not _POSITIONS:
         return None
+    if torch.is_grad_enabled():
+        _FORWARDS.add(type(model).__name__)
     positions, order = _POSITIONS[-1], _POSITIONS[-1].argsort()
     labels, mask, given = (kwargs.get(name) for name in ("labels", "attention_mask", "position_ids"))
     has_labels = isinstance(labels, torch.Tensor) and labels.shape[-1:] == positions.shape
