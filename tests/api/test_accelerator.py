@@ -329,7 +329,7 @@ def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
     accelerator.prepare(model_and_optimizer()[0])
     with pytest.raises(ConfigError, match="needs a directory"):
         accelerator.save_state()
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
+    with pytest.raises(CheckpointError, match="no checkpoint was found at"):
         accelerator.load_state(tmp_path / "state")
     with pytest.raises(ConfigError, match=r"cannot checkpoint int \(Item at index 1\): the object must have"):
         accelerator.register_for_checkpointing(nn.Linear(1, 1), 3)

@@ -189,11 +189,11 @@ def test_prune(tmp_path: Path) -> None:
 
 def test_errors_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
     """And help needs no torch."""
-    with pytest.raises(CheckpointError, match="there is no checkpoint at nowhere"):
+    with pytest.raises(CheckpointError, match="no checkpoint was found at nowhere"):
         _run("verify", "nowhere")
     failed = run_here("ckpt", "inspect", str(tmp_path / "none"))
     assert failed.returncode == 2
-    assert failed.stderr.startswith("CheckpointError: there is no checkpoint at")
+    assert failed.stderr.startswith("CheckpointError: no checkpoint was found at")
     assert "Traceback" not in failed.stderr
     code = "import sys; import fullshard.cli.ckpt; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

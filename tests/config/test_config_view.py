@@ -19,7 +19,10 @@ from fullshard.recipes.arguments import TrainArguments
 VIEWS: tuple[type[View], ...] = (TrainArguments, Job)
 OWN_DEFAULTS = {"precision", "reshard_after_forward", "checkpointing", "wrap"}
 """Fields that do not begin where the schema does, or in other words."""
-OWN_WORDS: dict[type[View], set[str]] = {TrainArguments: OWN_DEFAULTS | {"step_in_backward"}, Job: OWN_DEFAULTS}
+OWN_WORDS: dict[type[View], set[str]] = {
+    TrainArguments: OWN_DEFAULTS | {"step_in_backward"},
+    Job: OWN_DEFAULTS | {"cp", "sp"},
+}
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -161,7 +161,7 @@ def test_most_slices_are_empty_at_large_world_sizes() -> None:
 
 @pytest.mark.parametrize(("itemsize", "world_size"), [(3, 1), (0, 1), (24, 2), (4, 0), (4, -1)])
 def test_impossible_sizes_are_refused(itemsize: int, world_size: int) -> None:
-    with pytest.raises(LayoutError, match=f"items of {itemsize} bytes over {world_size} ranks"):
+    with pytest.raises(LayoutError, match=f"items of {itemsize} bytes across {world_size} ranks"):
         BucketLayout.build([ParameterSpec("p", (4,))], itemsize=itemsize, world_size=world_size)
 
 

@@ -356,7 +356,7 @@ def refuse_to_lay_out() -> None:
     assert distribute_tensor(leaf, mesh, placements).requires_grad  # as torch's
     with pytest.raises(LifecycleError, match=r"an interval of 4 elements does not determine the shape"):
         DTensor.from_local(torch.zeros(4), mesh, placements)
-    with pytest.raises(LifecycleError, match=r"rank \d should hold \d+ elements of a tensor .* given 1\b"):
+    with pytest.raises(LifecycleError, match=r"rank \d should hold \d+ elements of a tensor .* but got 1\b"):
         DTensor.from_local(torch.zeros(1), mesh, placements, shape=parameter.shape)
     with pytest.raises(LifecycleError, match="nothing is sharded over"):
         DTensor.from_local(torch.zeros(1), DeviceMesh("cpu", mesh.mesh.flip(0)), placements, shape=parameter.shape)
@@ -507,7 +507,7 @@ def check_norms_in_place() -> None:
         made.add_(one)
         assert float(norm) == float(kept) and float(made) == pytest.approx(float(norm) + 2)
     with pytest.raises(
-        LifecycleError, match=r"a result of head\.weight in place with a plain tensor that has a gradient"
+        LifecycleError, match=r"computed from head\.weight in place, with a plain tensor that requires a gradient"
     ):
         build_sharded(Stack, BLOCKS).get_parameter("head.weight").norm().add_(one.clone().requires_grad_())
 

@@ -613,7 +613,7 @@ def refused(output: str, options: dict[str, Any]) -> str:
         ({"fsdp": "full_shard auto_warp"}, "auto"),
         ({"fsdp": "offload"}, "full_shard offload"),
         ({"fsdp": "full_shard", "fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}, "SHARD_GRAD_OP"),
-        ({"fsdp_config": {"activation_checkpointing": True}, "activation_checkpointing": True}, "leave"),
+        ({"fsdp_config": {"activation_checkpointing": True}, "activation_checkpointing": True}, "remove"),
         ({"bf16_full_eval": True}, "bf16=True"),
         ({"deepspeed": "ds.json"}, "TrainingArguments.deepspeed is not supported"),
         ({"deepspeed": None, "torch_compile": True, "torch_compile_mode": "max-autotune"}, "torch_compile_mode"),

@@ -289,7 +289,7 @@ def test_auto_divides_experts() -> None:
 def test_alternatives_are_commands() -> None:
     plan = evaluate(load_model("Llama-3.1-8B")[0], Job.of({"seq_len": 131072}), parse_cluster("8xH100"))
     assert any("--sp 8" in change.words for change in changes_that_fit(plan))
-    done = CliRunner().invoke(app, ["plan", "-m", "Qwen3-30B-A3B", "-d", "8xH200", "--ep", "8"])
+    done = CliRunner().invoke(app, ["plan", "-m", "Qwen3-30B-A3B", "-d", "8xH200", "--ep", "8"], env={"COLUMNS": "200"})
     assert done.exit_code == 0 and "in its expert-parallel group" in done.output and "--ep-imbalance" in done.output
 
 

@@ -154,7 +154,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
     if input_dir is not None:
         path = location(input_dir)
         if not path.is_dir():
-            raise CheckpointError(f"there is no checkpoint at {path}")
+            raise CheckpointError(f"no checkpoint was found at {path}")
         return path
     if not (config.automatic_checkpoint_naming and config.project_dir):
         raise ConfigError("load_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")

@@ -88,7 +88,7 @@ def verify(checkpoint: _Ours, *, as_json: _Json = False) -> None:
 
     where = location(checkpoint)
     if isinstance(where, Path) and not where.exists():
-        raise CheckpointError(f"there is no checkpoint at {where}")
+        raise CheckpointError(f"no checkpoint was found at {where}")
     found = verify_parts(where)
     is_valid = all(one.is_valid for one in found)
     if as_json:
