@@ -33,7 +33,7 @@ from fullshard.api import torch_private
 from fullshard.api.accelerates import compilation, own_plugin, take_changes
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
-from fullshard.api.context_parallel import check_backward, divided, prepare
+from fullshard.api.context_parallel import divided, prepare
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.late_adapters import is_sharded_inside, shard_adapters
 from fullshard.api.loaders import Loaders
@@ -423,7 +423,6 @@ class Accelerator(Loaders, Reporting):
         """
         if self.sync_gradients:
             self._saver.check()
-        check_backward()
         for model in self._models:
             model.set_is_last_backward(self.sync_gradients)  # type: ignore[operator]
         loss = loss / self.gradient_accumulation_steps

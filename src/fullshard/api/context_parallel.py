@@ -26,8 +26,6 @@ from fullshard.core.errors import ConfigError, DataError
 _attend = F.scaled_dot_product_attention
 _POSITIONS: list[torch.Tensor] = []
 """Within `divided`, the positions in the sequence of this rank's tokens."""
-_FORWARDS: set[str] = set()
-"""Classes of models that ran within `divided` since the last backward."""
 _ON_FULL_ATTENTION = "use a model with full attention in every layer"
 
 
@@ -52,6 +50,7 @@ def prepare(model: nn.Module, rotation: str) -> None:
     what = f"{type(inner).__name__} computes attention with {used!r}, which would not see the tokens of other ranks"
     _check(used == "sdpa", what, 'load the model with attn_implementation="sdpa"', ConfigError)
     inner.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    inner.register_forward_hook(_check_backward)
     torch_private.set_rotate_method(rotation)
 
 
@@ -84,12 +83,17 @@ def divided(
         yield
 
 
-def check_backward() -> None:
+def _check_backward(model: nn.Module, _: Any, output: Any) -> None:
     """Refuse a backward after the block of its forward, because recomputed attention would miss other ranks' tokens."""
-    names = ", ".join(sorted(_FORWARDS))
-    _FORWARDS.clear()
-    what = f"the forward of {names} ran inside maybe_context_parallel, but its backward runs outside"
-    _check(bool(_POSITIONS) or not names, what, "run backward inside the block, too", ConfigError)
+
+    def check(gradient: torch.Tensor) -> None:
+        what = f"the forward of {type(model).__name__} ran inside maybe_context_parallel, but its backward runs outside"
+        _check(bool(_POSITIONS), what, "run backward inside the block, too", ConfigError)
+
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    for value in values if _POSITIONS else ():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value.register_hook(check)
 
 
 class _Gathered(torch.autograd.Function):
@@ -123,8 +127,6 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Refuse inputs whose result would be wrong, because attention ignores masks. Add missing positions."""
     if not _POSITIONS:
         return None
-    if torch.is_grad_enabled():
-        _FORWARDS.add(type(model).__name__)
     positions, order = _POSITIONS[-1], _POSITIONS[-1].argsort()
     labels, mask, given = (kwargs.get(name) for name in ("labels", "attention_mask", "position_ids"))
     has_labels = isinstance(labels, torch.Tensor) and labels.shape[-1:] == positions.shape

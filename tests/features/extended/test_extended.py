@@ -166,7 +166,7 @@ def check_own_class(options: dict[str, Any]) -> None:
         assert Halved.asked == at_first + 3 * per_step
     with (
         torch.no_grad(),
-        pytest.raises(LifecycleError, match=r"0\.weight changed in place"),
+        pytest.raises(LifecycleError, match=r"0\.weight was changed in place"),
         fullshard.unsharded(model, writeback=True),
     ):
         model[0].weight.mul_(2)
