@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import (
+    BartConfig,
+    BartModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -201,6 +203,7 @@ def test_trainer_is_as_on_one_process(tmp_path: Path, sizes: dict[str, int], kin
     [
         (lambda: build("gemma"), "sliding_attention"),
         (lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)), "sliding_attention"),
+        (lambda: BartModel(BartConfig(vocab_size=8, encoder_layers=1, decoder_layers=1)), "is not causal"),
         (lambda: MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8)), "recurrent state"),
         (lambda: LlamaForCausalLM._from_config(build().config, attn_implementation="eager"), "attention with 'eager'"),
     ],

@@ -42,6 +42,9 @@ def prepare(model: nn.Module, rotation: str) -> None:
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     what = f"layers of {type(inner).__name__} carry a recurrent state, which would start again on every rank"
     _check(not getattr(inner, "_is_stateful", False), what, _ON_FULL_ATTENTION, ConfigError)
+    both = {type(m).__name__ for name, m in inner.named_modules() if name.endswith("self_attn") and not _is_causal(m)}
+    what = f"attention of {', '.join(sorted(both))} is not causal, but context parallelism would make it so"
+    _check(not both, what, "use a model with causal attention in every layer", ConfigError)
     try:
         _attach_context_parallel_hooks(inner)
     except ValueError as error:
@@ -52,6 +55,10 @@ def prepare(model: nn.Module, rotation: str) -> None:
     inner.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     inner.register_forward_hook(_check_backward)
     torch_private.set_rotate_method(rotation)
+
+
+def _is_causal(layer: nn.Module) -> bool:
+    return bool(getattr(layer, "is_causal", True))
 
 
 @contextlib.contextmanager

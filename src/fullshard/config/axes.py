@@ -25,7 +25,7 @@ class AxesConfig(Settings):
     """Number of ranks over which sequence parallelism (Ulysses) divides every sequence, and in attention the heads."""
 
     sp_backend: SequenceBackend = "deepspeed"
-    """Whose implementation of sequence parallelism is used."""
+    """Implementation of sequence parallelism that exchanges the heads."""
 
     sp_seq_length: int | None = Field(default=None, ge=1)
     """Length of all sequences. None: the length of each batch."""

@@ -47,7 +47,7 @@ Axis = Literal["cp", "sp", "ep"]
 
 
 class Message(NamedTuple):
-    """What one rank receives in one kind of exchange of a layer.
+    """The bytes that one rank receives in one kind of exchange of a layer, and the group it receives them from.
 
     Attributes:
         nbytes: the received bytes.
