@@ -323,6 +323,20 @@ def test_a_rank_is_named_as_the_job_numbers_it(kind: str) -> None:
     assert paces == [1, 2]
 
 
+def give_up_first() -> tuple[float, str]:
+    """Rank 2 looks for the cause of the wait earlier than rank 1, and leaves its process group when it is told."""
+    start = time.monotonic()
+    with mock.patch.object(watchdog, "stall_seconds", lambda _: 10.0 if rank_and_size()[0] == 1 else 2.0):
+        told, _ = lose_step_in_a_part("order")
+    return time.monotonic() - start, told
+
+
+def test_a_rank_that_has_given_up_ends_the_waits_of_others() -> None:
+    """Also those in shared memory, which its closed connections do not end."""
+    _, (waited, first), (_, second) = run_ranks(give_up_first, 3)
+    assert waited < 30 and "ranks are out of step" in first and "ranks are out of step" in second, (waited, first)
+
+
 class Heads(nn.Module):
     """Layers in reentrant checkpoints, and two heads that are units."""
 

@@ -256,6 +256,8 @@ class Watchdog(Watcher):
             return
         idle = now - self._since
         is_long = PROGRESS.is_waiting and idle >= min(_SOON, stall / 3)
+        if is_long and self._end_waits(self._given_up_elsewhere()):
+            return
         is_in_vain = is_long and bool(self._failure())
         if idle < stall / 3 and not is_in_vain:
             return
@@ -331,10 +333,20 @@ class Watchdog(Watcher):
             return False
         PROGRESS.given_up = why
         with contextlib.suppress(RuntimeError):  # the store is gone, because its rank has ended
-            torch_private.default_store().set(_GIVEN_UP, f"rank {dist.get_rank()} has given up: {why}")
+            torch_private.default_store().compare_set(_GIVEN_UP, "", f"rank {dist.get_rank()} has given up: {why}")
         for group in [*self.groups, *PROGRESS.groups]:
             end_waits(group)
         return True
+
+    def _given_up_elsewhere(self) -> str:
+        """Return what another rank of this rank's groups gave up for, or an empty string if none has given up.
+
+        Its closed connections do not end waits in shared memory while its process lives.
+        """
+        text = torch_private.default_store().get(_GIVEN_UP).decode()
+        rank = int(text.split()[1]) if text else dist.get_rank()
+        is_near = any(rank in dist.get_process_group_ranks(group) for group in list(self.groups))
+        return text if is_near and rank != dist.get_rank() else ""
 
     def _tell(self, key: str, text: str) -> None:
         """Write a text to the store under this rank's key, unless the store already contains it."""
