@@ -125,10 +125,7 @@ _kept: list[TextIO] = []
 
 
 def write_report(message: str, callstack: str) -> bool:
-    """Write a failure report in torchelastic's format, where the launcher looks for it.
-
-    Return False if the report cannot be written.
-    """
+    """Write a failure report for the launcher in torchelastic's format. Return False if that is not possible."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return False
@@ -281,9 +278,8 @@ def _end_if_failed() -> None:
     if "logging" in sys.modules:
         sys.modules["logging"].shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # the stream has no reader, is closed, or does not exist
+        # The stream may have no reader, be closed, or not exist.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(1)
 

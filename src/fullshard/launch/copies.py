@@ -17,11 +17,7 @@ _PREFIX = "fullshard-copies-"
 
 @contextlib.contextmanager
 def copies_directory() -> Iterator[dict[str, str]]:
-    """Create a directory for copies of the ranks' state in memory.
-
-    Yield the environment variables that pass the directory to the ranks, or no variables if the host has no in-memory
-    file system. The directory is removed on exit.
-    """
+    """Make a directory in memory and yield the variables for ranks; none if the host has no such file system."""
     if not os.access(MEMORY, os.W_OK):
         yield {}
         return
@@ -30,10 +26,7 @@ def copies_directory() -> Iterator[dict[str, str]]:
 
 
 def find_copies_directory() -> Path:
-    """Return the copies directory that this rank's launcher created.
-
-    Raises `ConfigError` if there is no such directory, or if it belongs to another user.
-    """
+    """Return the copies directory of this rank's launcher. Raise `ConfigError` if it is missing or another user's."""
     name = COPIES_DIR.read()
     if not name:
         raise ConfigError(

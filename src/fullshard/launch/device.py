@@ -28,10 +28,7 @@ def kind_of(wanted: str) -> str:
 
 
 def object_device() -> torch.device | None:
-    """Return the device on which the default process group should exchange Python objects.
-
-    It is the CPU if one of the group's backends supports it. Otherwise, return None to leave the choice to the backend.
-    """
+    """Return the CPU if the default group can exchange Python objects there, or None to let the backend choose."""
     sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
     return torch.device("cpu") if sends_from_host else None
 

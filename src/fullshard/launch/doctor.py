@@ -28,10 +28,7 @@ _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem with this environment, and an action that fixes it.
-
-    If `is_wrong` is False, the problem only makes runs slower or more fragile.
-    """
+    """A problem and an action that fixes it. Unless `is_wrong`, it only makes runs slower or more fragile."""
 
     text: str
     hint: str
@@ -40,10 +37,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Holds the results of a trial run of a few ranks.
-
-    `checks` maps the name of each check to its outcome. A check has failed if its outcome begins with `wrong`.
-    """
+    """Holds the results of a trial run of a few ranks. The outcome of a check that has failed begins with `wrong`."""
 
     exit_code: int
     checks: dict[str, str]
@@ -173,10 +167,7 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
 
 
 def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
-    """Start ranks on this host that check the collectives and compare a sharded step with DDP.
-
-    A rank that fails prints its traceback to standard error. Raises `ConfigError` as `launch_local` does.
-    """
+    """Start ranks that check the collectives and compare a step with DDP. A rank that fails prints its traceback."""
     from fullshard.launch.local import launch_local
 
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as directory:
@@ -187,10 +178,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield a finding for each problem that a trial run has revealed.
-
-    If the ranks failed, the finding names the most severe of the earlier findings (`seen`) as the most likely cause.
-    """
+    """Yield a finding for each problem in a trial run. The worst finding in `seen` is the most likely cause."""
     for name, outcome in trial.checks.items():
         if outcome.startswith("wrong"):
             yield Finding(f"{name}: {outcome}", "please report this with the output of `fullshard doctor --run --json`")

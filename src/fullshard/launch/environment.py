@@ -59,10 +59,9 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
     return RankEnvironment(rank, world_size, local_rank, local_world_size, launched=True)
 
 
-def is_started_again(environ: Mapping[str, str] | None = None) -> bool:
+def is_started_again() -> bool:
     """Return whether the launcher (torchrun or fullshard's own) has restarted this job's processes."""
-    environ = os.environ if environ is None else environ
-    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def may_be_started_again() -> bool:

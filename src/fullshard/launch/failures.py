@@ -14,20 +14,13 @@ from fullshard.launch.worker import USER_ERROR
 
 
 def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, and its failure.
-
-    `ended` contains the ids of the processes that the launcher ended. Their failures are considered only if there are
-    no others.
-    """
+    """Return the rank that failed first, and its failure. Processes that the launcher `ended` count only if alone."""
     own = {rank: failure for rank, failure in failures.items() if failure.pid not in ended}
     return min((own or failures).items(), key=lambda item: order_of(item[1]))
 
 
 def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
-    """Quote up to two messages of other ranks, which say where these ranks noticed that `rank` had ended.
-
-    The launcher uses this if `rank` itself left no report.
-    """
+    """Quote up to two messages of other ranks that noticed the end of `rank`, which itself left no report."""
     others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
     lines = [message.partition("\n")[0] for message in others.values() if message]
     return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])
@@ -48,11 +41,7 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
 
 
 def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last: str = "") -> str:
-    """Return the report on the first rank that failed.
-
-    The report contains the complete traceback if the rank left one, and otherwise the last thing that the rank was
-    doing. For an error in the settings or the data, which every rank detects, it contains only the message.
-    """
+    """Return the report on the first rank that failed: the user's error alone, a traceback, or the last action."""
     message, traceback = left_report(failure)
     if failure.exitcode == USER_ERROR and message is not None:
         return f"{message}\n"

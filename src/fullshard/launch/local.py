@@ -54,7 +54,7 @@ from fullshard.launch.processes import (
     descendants,
     end_descendants,
     reap_orphans,
-    threads_of_each,
+    worker_variables,
 )
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import (
@@ -100,17 +100,13 @@ class LaunchJob:
 def launch_local(
     module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 30.0
 ) -> int:
-    """Run `python -m module arguments...` in `nproc` processes on this host.
-
-    The module should call `fullshard.launch.worker.run_worker`. Returns the same exit code as `run_job`.
-    """
+    """Run `python -m module arguments...`, which calls `run_worker`, in `nproc` processes here; see `run_job`."""
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     check_count(nproc)
-    command, variables = (sys.executable, "-m", module, *arguments), worker_variables(nproc)
-    return run_job(
-        LaunchJob(command, nproc, LaunchConfig(max_restarts=max_restarts, grace_period=grace_period), variables)
-    )
+    launch = LaunchConfig(max_restarts=max_restarts, grace_period=grace_period)
+    command = (sys.executable, "-m", module, *arguments)
+    return run_job(LaunchJob(command, nproc, launch, worker_variables(nproc, os.environ)))
 
 
 def run_job(job: LaunchJob) -> int:
@@ -171,9 +167,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, job: LaunchJob, logs: RankLogs, preemption: Path) -> None:
         self._job, self._logs, self._preemption = job, logs, preemption
-        self._asked: list[
-            tuple[signal.Signals, float]
-        ] = []  # signals that asked the job to end, each with its deadline
+        self._asked: list[tuple[signal.Signals, float]] = []  # requests to end the job, each with its deadline
         self._scene = Scene(preemption)
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
@@ -301,8 +295,7 @@ class Agent(LocalElasticAgent):
         self._preemption.mkdir(parents=True)
         own = {LAUNCHER_PID: str(os.getpid()), PREEMPTION_DIR: str(self._preemption)}
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            # Gloo would resolve the host's name, which often gives an address that cannot be reached.
-            own["GLOO_SOCKET_IFNAME"] = interface
+            own["GLOO_SOCKET_IFNAME"] = interface  # for the host's name, Gloo often finds an unreachable address
         if self._membership is not None:
             self._membership.begin()
             least, most = self._job.launch.min_machines or 0, self._job.launch.num_machines
@@ -416,12 +409,6 @@ class Agent(LocalElasticAgent):
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)  # ends its other processes; before 2.13 it gives workers half a minute
             end_descendants(self._groups, spared=self._elsewhere)
-
-
-def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables that the workers need and that are not set yet."""
-    environ = os.environ if environ is None else environ
-    return {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(threads_of_each(nproc))}
 
 
 def _show_cursor() -> None:

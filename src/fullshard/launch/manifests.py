@@ -21,10 +21,7 @@ _PLACED_OTHERWISE = (
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
-    """Return a batch script or a Kubeflow manifest for this run.
-
-    `kind` is `slurm` for a batch script, `kubernetes` for a PyTorchJob or `trainjob` for a TrainJob.
-    """
+    """Return a batch script (`slurm`), or a manifest of a PyTorchJob (`kubernetes`) or a TrainJob (`trainjob`)."""
     writers = {"slurm": _slurm, "kubernetes": _kubernetes, "trainjob": _trainjob}
     if kind not in writers:
         raise ConfigError(

@@ -21,11 +21,7 @@ from fullshard.launch.rendezvous_server import RendezvousClient
 
 
 class Membership:
-    """Decides on one host when its processes must restart because hosts have joined or left the job.
-
-    Processes leave files in the directory `preemption` to report that they listen for signals, or that a signal is
-    stopping them.
-    """
+    """Decides on one host when its processes must restart because hosts have joined or left the job."""
 
     def __init__(
         self, client: RendezvousClient, preemption: Path, grace_period: float, say: Callable[[str], None]
@@ -38,10 +34,7 @@ class Membership:
         self._until = None
 
     def has_changed(self, result: RunResult, *, is_asked: bool) -> bool:
-        """Return whether this host's processes must restart with a new set of hosts.
-
-        `is_asked` means that this host was told to end.
-        """
+        """Return whether this host's processes must restart with other hosts. `is_asked`: this host was told to end."""
         if is_asked:  # even if another host that was asked to end has ended first
             return False
         cause = self._client.root_cause

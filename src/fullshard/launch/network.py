@@ -19,11 +19,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, timeout_seconds: float) -> str:
-    """Return the address of `host`. If the name does not resolve, try again until the time is over.
-
-    While a cluster is starting, names may not resolve at first. Raises `ConfigError` if the name does not resolve in
-    time.
-    """
+    """Return the address of `host`. Keep trying, because a starting cluster may not know it, or raise `ConfigError`."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -40,13 +36,7 @@ def resolve(host: str, timeout_seconds: float) -> str:
 
 
 def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
-    """Open a socket that listens only on `address`.
-
-    Return None if the address belongs to another host, or if a launcher already listens there.
-
-    Raises:
-        ConfigError: it is not possible to listen there although `must` is set, because the address must be this host's.
-    """
+    """Open a socket that listens only on `address`. Return None if it is another host's or in use, unless `must`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family)
@@ -61,10 +51,7 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has `address`, which Gloo needs.
-
-    Return None if the system does not provide the name.
-    """
+    """Return the network interface with `address`, which Gloo needs, or None if the system does not provide it."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "linux":

@@ -17,7 +17,7 @@ from fullshard.config.switches import TAKE, TIMEOUT
 from fullshard.core.errors import ConfigError
 from fullshard.core.requirements import version_of
 from fullshard.launch import bootstrap
-from fullshard.launch.processes import check_count, threads_of_each, usable_cpu_count
+from fullshard.launch.processes import check_count, usable_cpu_count, worker_variables
 from fullshard.launch.rendezvous_server import JOIN_SECONDS, LAST_CALL_SECONDS
 from fullshard.launch.slurm import devices_per_host
 
@@ -49,10 +49,7 @@ class LaunchPlan:
         return self.per_host * self.launch.num_machines
 
     def handed_over(self) -> RunConfig:
-        """Return the configuration to pass to the processes.
-
-        If the job runs on GPUs, the device is set explicitly, so that a process that finds no GPU raises an error.
-        """
+        """Return the configuration for the processes. It names the GPU, so that a process without one fails."""
         config = self.resolved.config
         if self.device != "cuda":
             return config
@@ -81,10 +78,7 @@ class LaunchPlan:
 def make_plan(
     line: CommandLine, readings: Sequence[Reading], environ: Mapping[str, str], *, elsewhere: bool = False
 ) -> LaunchPlan:
-    """Make the plan of a launch: fill in unset values, and check as much as possible before anything starts.
-
-    `elsewhere` means that the job will run on other hosts, whose devices cannot be counted here.
-    """
+    """Fill in unset values and check the plan. With `elsewhere`, the job runs on hosts with unknown devices."""
     said = resolve(readings)
     launch = said.config.launch
     if launch.is_elastic and elsewhere:
@@ -185,11 +179,9 @@ def worker_command(line: CommandLine) -> tuple[str, ...]:
 
 def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that the settings define for a process."""
-    variables = {}
+    variables = worker_variables(per_host, environ)
     if launch.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
-    elif "OMP_NUM_THREADS" not in environ:
-        variables["OMP_NUM_THREADS"] = str(threads_of_each(per_host))
     if launch.gpu_ids is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpu_ids)
     if launch.timeout is not None:
@@ -202,10 +194,7 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
 
 
 def shared_settings(config: RunConfig) -> dict[str, str]:
-    """Return the values that must be equal on all hosts, by name.
-
-    These are the versions, and every setting that does not concern a single host.
-    """
+    """Return what must be equal on all hosts, by name: versions, and settings that do not concern a single host."""
     found = {f"version of {name}": str(version_of(name)) for name in ("fullshard", "torch")}
     return found | {path: shown(config.value(path)) for path in SETTINGS if not path.startswith("launch.")}
 
@@ -255,11 +244,9 @@ def script_exists(line: CommandLine) -> None:
     path = Path(line.target)
     if line.kind == "script" and not path.exists():
         close = sorted(file.name for file in Path(path.parent).glob("*.py"))[:8] if path.parent.is_dir() else []
-        hint = (
-            f"choose a script in {path.parent}: {', '.join(close)}"
-            if close
-            else "check the path, or use `-m` to run a module"
-        )
+        hint = "check the path, or use `-m` to run a module"
+        if close:
+            hint = f"choose a script in {path.parent}: {', '.join(close)}"
         raise ConfigError(f"the script {line.target} does not exist", hint=hint)
     if line.kind == "script" and path.is_dir() and not (path / "__main__.py").is_file():
         raise ConfigError(

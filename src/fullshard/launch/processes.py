@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from fullshard.config.hardware import usable_cpu_count as usable_cpu_count
@@ -20,12 +20,10 @@ _PATIENCE_SECONDS = 1.0
 """Seconds that a killed process may take to disappear."""
 
 
-def threads_of_each(nproc: int) -> int:
-    """Return the number of threads for each of `nproc` processes.
-
-    The processes share the cores, because with one thread per core in each process they would slow one another down.
-    """
-    return max(1, usable_cpu_count() // nproc)
+def worker_variables(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that divides the cores among `nproc` processes, or no variables if `environ` has it."""
+    threads = max(1, usable_cpu_count() // nproc)
+    return {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(threads)}
 
 
 def check_count(nproc: int, said_by: str = "") -> None:
@@ -45,28 +43,19 @@ def adopt_orphans() -> None:
 
 
 def below(pids: Iterable[int]) -> set[int]:
-    """Return the processes among `pids` that are alive.
-
-    On Linux, processes that are not descendants of this one are omitted too.
-    """
+    """Return the processes among `pids` that are alive and, on Linux, descendants of this process."""
     if sys.platform == "linux":
         return set(pids) & set(descendants())
-    return {pid for pid in pids if _is_alive(pid)}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    alive = set()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            alive.add(pid)
+    return alive
 
 
 def reap_orphans(spared: Collection[int]) -> None:
-    """Reap adopted processes that have ended, so that a job does not exceed the limit on the number of processes.
-
-    Processes in `spared` are left to the code that waits for them.
-    """
+    """Reap adopted processes that have ended, before there are too many, except those that other code waits for."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(ChildProcessError):  # there are no children
@@ -77,12 +66,7 @@ def reap_orphans(spared: Collection[int]) -> None:
 
 
 def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> None:
-    """Kill all processes of a job that are still running after its workers were asked to end.
-
-    Args:
-        groups: the workers' process groups, for systems where orphans cannot be adopted.
-        spared: processes that existed before the job.
-    """
+    """Kill all running processes of a job but those in `spared`. Where orphans cannot be adopted, kill its `groups`."""
     if sys.platform != "linux":
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -110,11 +94,8 @@ def _cleans_up(pid: int) -> bool:
     return False
 
 
-def descendants(of: int | None = None) -> list[int]:
-    """Return the descendants of a process (by default this one) that are not zombies.
-
-    Only Linux can list them. On other systems the list is empty.
-    """
+def descendants() -> list[int]:
+    """Return the descendants of this process that are not zombies. Only Linux can list them; else the list is empty."""
     children: dict[int, list[int]] = {}
     alive = set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -123,7 +104,7 @@ def descendants(of: int | None = None) -> list[int]:
             children.setdefault(int(parent), []).append(int(entry.name))
             if state not in "ZX":
                 alive.add(int(entry.name))
-    found, todo = [], [os.getpid() if of is None else of]
+    found, todo = [], [os.getpid()]
     while todo:
         below = children.get(todo.pop(), [])
         found += below

@@ -25,10 +25,7 @@ REACH_SECONDS = 30.0
 
 
 def open_store(address: str, port: int = 0) -> TCPStore:
-    """Open a store that listens only on `address`. Port 0 picks a free port.
-
-    Raises `ConfigError` if the port is in use.
-    """
+    """Open a store that listens only on `address`. Port 0 picks a free one. Raise `ConfigError` for a used port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listening = socket.create_server((address, port), family=family)
@@ -58,10 +55,7 @@ def reach_store(address: str, port: int) -> TCPStore:
 
 
 class OneHostRendezvous(StaticTCPRendezvous):
-    """A rendezvous for a job with one host.
-
-    Every attempt gets a new store, because keys from the previous attempt would confuse the new one.
-    """
+    """A rendezvous for a job with one host. Each attempt gets a new store, without keys of the previous attempt."""
 
     def __init__(self, run_id: str, port: int) -> None:
         super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id=run_id, timeout=0)
@@ -72,10 +66,7 @@ class OneHostRendezvous(StaticTCPRendezvous):
 
 
 class MultiHostRendezvous(OneHostRendezvous):
-    """A rendezvous for a job with several hosts.
-
-    The hosts meet at a server that runs in the launcher of one of them, which may be this host.
-    """
+    """A rendezvous for several hosts, which meet at a server in the launcher of one of them, perhaps this one."""
 
     def __init__(self, run_id: str, client: RendezvousClient, server: RendezvousServer | None) -> None:
         super().__init__(run_id, 0)

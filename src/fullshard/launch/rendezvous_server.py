@@ -85,11 +85,7 @@ def _proof(token: str, challenge: bytes) -> bytes:
 
 
 class Connection:
-    """A socket between a launcher and the server. It carries the challenge and the answer, and then complete messages.
-
-    The server's sockets do not block: data that the peer has not read yet stays in a buffer, and a later `flush` sends
-    it.
-    """
+    """A socket between a launcher and the server. Data that the peer has not read yet stays in a buffer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -126,10 +122,7 @@ class Connection:
         self._send(_proof(token, challenge))
 
     def take_proof(self, token: str) -> bool:
-        """Read the part of the answer that has arrived, without waiting for the rest.
-
-        Return False if the answer is wrong or the connection is closed.
-        """
+        """Read as much of the answer as has arrived. Return False if it is wrong or the connection is closed."""
         try:
             chunk = self.socket.recv(_PROOF_NBYTES - len(self._received))
         except OSError:
@@ -190,10 +183,7 @@ class _Peer:
 
 
 class RendezvousServer(threading.Thread):
-    """The server at which the hosts of a job meet. It runs as a thread in one host's launcher.
-
-    The job needs at least `least` hosts and has room for `hosts`.
-    """
+    """The server at which `least` to `hosts` hosts of a job meet. It runs as a thread in one host's launcher."""
 
     def __init__(
         self,
@@ -336,10 +326,7 @@ class RendezvousServer(threading.Thread):
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
-        """Return whether this host's settings match those of the other hosts.
-
-        If not, refuse this host, and also the other host unless its processes are already running.
-        """
+        """Return whether a host's settings match; else refuse it, and the other host unless its processes run."""
         peer.admitted = True
         given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
         for other in self._peers:
@@ -438,11 +425,7 @@ def _checked_port(port: Any) -> int:
 
 
 class RendezvousClient:
-    """A host's connection to the server.
-
-    `hello` contains `host` (the host's name), `machine_rank`, and under `same` the values that must be equal on all
-    hosts.
-    """
+    """A host's connection to the server. `hello` has `host`, `machine_rank`, and `same`, the values all must share."""
 
     def __init__(
         self,
@@ -466,11 +449,7 @@ class RendezvousClient:
         self.address = where[0]  # of this host on the server's network, once connected
 
     def join(self, port: int) -> HostAssignment:
-        """Wait until all hosts are ready for the next attempt.
-
-        `port` is the port of this host's store, or 0 if it has none. Raises `CommunicationError` if the other hosts do
-        not join in time or the job has ended, and `ConfigError` if their settings differ.
-        """
+        """Wait until all hosts are ready for the next attempt. `port` is that of this host's store, or 0."""
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._start, self._refused, self.root_cause, self._done = None, None, None, False
@@ -511,10 +490,7 @@ class RendezvousClient:
             return self.root_cause
 
     def finish(self) -> RootCause | None:
-        """Report that all ranks on this host have succeeded, and wait for the other hosts.
-
-        Return the root cause if another host fails.
-        """
+        """Report that this host's ranks have succeeded. Wait for the others, and return the cause if one fails."""
         self._send("done")
         with self._changed:
             self._changed.wait_for(lambda: self._done or self.root_cause)
@@ -527,9 +503,7 @@ class RendezvousClient:
         if connection is not None:
             connection.send("leave", failed=self.failed)
             if self._reader is not None:
-                self._reader.join(
-                    timeout=1
-                )  # let the server close the connection first, or the last message could be lost
+                self._reader.join(timeout=1)  # the server closes first, or the last message could be lost
             connection.close()
 
     def _send(self, kind: str, **content: Any) -> None:
@@ -538,10 +512,7 @@ class RendezvousClient:
             connection.send(kind, **content)
 
     def connect(self, deadline: float | None = None) -> Connection:
-        """Return the connection to the server, and open it first if necessary.
-
-        Raise `CommunicationError` if the server does not answer in time.
-        """
+        """Return the connection to the server, opened if necessary. Raise `CommunicationError` if nothing answers."""
         deadline = deadline or time.monotonic() + self._timeout
         say_at = time.monotonic() + FIRST_SAID_SECONDS
         while (connection := self._connection) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 from collections.abc import Mapping
@@ -60,11 +61,7 @@ def shared_memory_nbytes() -> int | None:
 
 
 def open_files_limit() -> int | None:
-    """Return how many files a process may have open, or None if there is no limit or it is unknown."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return None
+    """Return how many files a process may have open, or None if there is no limit."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 

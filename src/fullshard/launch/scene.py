@@ -47,10 +47,7 @@ def _has(text: str, words: Iterable[str]) -> bool:
 
 
 class Scene:
-    """Holds the state of the processes during one attempt.
-
-    Processes write their stacks to `directory` when they receive `STACK_SIGNAL`.
-    """
+    """Holds the state of the processes during one attempt. They write their stacks to `directory` on `STACK_SIGNAL`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -60,10 +57,7 @@ class Scene:
         self._stacks: dict[int, str] = {}
 
     def look(self, processes: Mapping[int, Any], *, is_over: bool) -> None:
-        """Record the state of processes that are about to be ended. Each of them has a `pid` and a `poll()` method.
-
-        `is_over` means that the job has failed.
-        """
+        """Record the state of processes that are about to be ended. `is_over` means that the job has failed."""
         failed = [process for process in processes.values() if process.poll() not in (None, 0)]
         if not failed and not is_over:
             return
@@ -85,10 +79,7 @@ class Scene:
         self._stacks |= {pid: self._stack(pid) for pid in asked}
 
     def done_early(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Describe the ranks that exited with code 0 while others still needed them, and what they did last.
-
-        `ranks` maps process ids to ranks.
-        """
+        """Describe ranks (by process id) that exited with code 0 while others needed them, and their last action."""
         text = ""
         for who, pid in self._named(self.done, ranks, world_size):
             text += f"{who} had already ended with exit code 0: it ran fewer steps than the others, or left its loop\n"
@@ -97,10 +88,7 @@ class Scene:
         return text
 
     def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Describe the ranks that the others waited for, with the stack of each.
-
-        Return an empty string if all remaining ranks were waiting too.
-        """
+        """Describe the ranks that the others waited for, each with its stack; empty if all ranks were waiting."""
         text = ""
         for who, pid in self._named(self.ended, ranks, world_size):
             frames = [line for line in self._stacks.get(pid, "").splitlines() if line.startswith("  File ")]

@@ -77,8 +77,7 @@ def first_host(text: str) -> str:
     first = re.match(r"((?:[^,\[\]]|\[\d+(?:[,-]\d+)*\])+)(?:,|$)", text.strip())
     if first is None:
         raise ConfigError(
-            f"expected a list of hosts, got {text!r}",
-            hint="use `scontrol show hostnames` to expand the list",
+            f"expected a list of hosts, got {text!r}", hint="use `scontrol show hostnames` to expand the list"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
