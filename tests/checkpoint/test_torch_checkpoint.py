@@ -6,6 +6,7 @@ pytest tests/checkpoint/test_torch_checkpoint.py
 from __future__ import annotations
 
 import inspect
+import math
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,6 @@ def test_an_interval_is_few_boxes(shape: tuple[int, ...]) -> None:
                 part = flat.view(shape)
                 for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                     part = part.narrow(dim, offset, size)
-                assert box.start == sum(p.numel() for p in parts) and box.numel == part.numel()
+                assert box.start == sum(p.numel() for p in parts) and math.prod(box.sizes) == part.numel()
                 parts.append(part.reshape(-1))
             assert torch.equal(torch.cat([*parts, flat[:0]]), flat[start:stop])

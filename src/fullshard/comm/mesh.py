@@ -97,10 +97,7 @@ class Mesh:
         return self._neighbours[size]
 
     def take_tags(self, count: int) -> int:
-        """Reserve `count` tags, one per bucket, that no current or recent model uses, and return the first tag.
-
-        If all ranks reserve the same number of tags, they get the same tags.
-        """
+        """Reserve `count` tags, one per bucket, that no current or recent model uses, and return the first tag."""
         first = self._next_tag[0] if self._next_tag[0] + count <= MAX_TAGS else 0
         self._next_tag[0] = first + count
         return first
@@ -297,9 +294,8 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
             hint="select the axes to shard over by name: mesh[SHARD] or mesh[REPLICATE, SHARD]",
         )
     ranks, key = device_mesh.mesh, (device, device_mesh, only_replicates)
-    if ranks.flatten().tolist() == list(
-        range(dist.get_world_size())
-    ):  # comparing tensors would fail under a default meta device
+    # Lists, because comparing tensors would fail under a default meta device.
+    if ranks.flatten().tolist() == list(range(dist.get_world_size())):
         known = init_mesh(shard_size=1 if only_replicates else ranks.shape[-1], device=device)
         return _cached(key, lambda: replace(known, device_mesh=device_mesh))
     return _cached(key, lambda: _part(device_mesh, device, only_replicates=only_replicates))
@@ -340,7 +336,5 @@ def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: boo
     if len(ranks) > 1:
         host = torch.device("cpu")
         sends = torch_private.backend_of(world, device) is None or torch_private.backend_of(world, host) is not None
-        control = (
-            world if sends else _made_by(ranks, device, backend="gloo")
-        )  # the group itself if it can send from the host
+        control = world if sends else _made_by(ranks, device, backend="gloo")
     return _of_groups(device, device_mesh, ranks, world, control, shard, shard, replicate)

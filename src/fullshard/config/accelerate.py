@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 from fullshard.config import values
@@ -104,11 +105,8 @@ def _of_one(what: str, instead: str = "use 1, or remove it") -> Any:
     return read
 
 
-def _cp_backend(value: Any) -> str:
-    return values.one_of(value, ("TORCH",))
-
-
-def _shard_size(value: Any) -> Settings:
+def shard_size(value: Any) -> Settings:
+    """Read the number of ranks per shard group. A size of 1 sets nothing."""
     size = values.integer(value)
     return {"sharding.shard_size": size} if size > 1 else {}
 
@@ -127,13 +125,11 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
-def unless_auto(path: str) -> Any:
-    """Return a reader for the setting at `path` that also accepts `auto`, which leaves the value to the script."""
+_STEPS = "training.gradient_accumulation_steps"
 
-    def read(value: Any) -> Settings | str:
-        return AUTO if is_auto(value) else {path: values.coerce(path, value)}
 
-    return read
+def _accumulation(value: Any) -> Settings | str:
+    return AUTO if is_auto(value) else {_STEPS: values.coerce(_STEPS, value)}
 
 
 def _clipping(value: Any) -> Settings | str:
@@ -146,14 +142,13 @@ def _clipping(value: Any) -> Settings | str:
 STEP_KEYS = (
     Key(
         "gradient_accumulation_steps",
-        target="training.gradient_accumulation_steps",
-        read=unless_auto("training.gradient_accumulation_steps"),
+        target=_STEPS,
+        read=_accumulation,
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     ),
     Key(
         "gradient_clipping",
-        Status.USED,
-        "training.gradient_clipping",
+        target="training.gradient_clipping",
         read=_clipping,
         variable="ACCELERATE_GRADIENT_CLIPPING",
     ),
@@ -171,7 +166,7 @@ DYNAMO_KEYS = (
 )
 
 PARALLELISM_KEYS = (
-    Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_shard_size),
+    Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=shard_size),
     Key("parallelism_config_dp_replicate_size", Status.TRANSLATED, "sharding.strategy", read=_size),
     *refused(
         "tensor parallelism is set up in the script",
@@ -182,7 +177,9 @@ PARALLELISM_KEYS = (
     ),
     *refused("the script sets it up", "parallelism_config_pp_size", read=_of_one("pipeline")),
     *refused("the script sets it up", "parallelism_config_ep_size", read=_of_one("expert")),
-    *no_effect("torch is the only one", "parallelism_config_cp_backend", read=checked(_cp_backend)),
+    *no_effect(
+        "torch is the only one", "parallelism_config_cp_backend", read=checked(partial(values.one_of, known=("TORCH",)))
+    ),
     *(Key(f"parallelism_config_{name}", target=f"parallelism.{name}") for name in AxesConfig.model_fields),
 )
 

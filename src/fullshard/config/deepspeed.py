@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.accelerate import AUTO, STEP_KEYS, is_auto
+from fullshard.config.accelerate import AUTO, STEP_KEYS, is_auto, shard_size
 from fullshard.config.dialect import (
     Dialect,
     Key,
@@ -55,11 +55,6 @@ def _offload_device(target: str, value: Any) -> Settings:
     if device not in ("cpu", "none"):
         raise ConfigError(f"expected cpu or none, got {value!r}", hint="use cpu")
     return {target: True} if device == "cpu" else {}
-
-
-def _group(value: Any) -> Settings:
-    size = values.integer(value)
-    return {"sharding.shard_size": size} if size > 1 else {}
 
 
 def _mode(mode: str) -> Any:
@@ -163,9 +158,9 @@ _ZERO = Dialect(
             "zero_hpz_partition_size",
             "sharding.shard_size",
             "gradients and optimizer state are also sharded within the group",
-            _group,
+            shard_size,
         ),
-        _translated("mics_shard_size", "sharding.shard_size", "", _group),
+        _translated("mics_shard_size", "sharding.shard_size", "", shard_size),
         *no_effect(
             "the engine chooses buckets, overlaps communication with computation, and frees each unit after use",
             *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "allgather_partitions"),

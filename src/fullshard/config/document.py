@@ -23,10 +23,8 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
     """Return the top-level entries of a YAML or JSON file. Raise `ConfigError` if it is missing or invalid."""
     path = local_path(path)
     if path.is_dir():
-        raise ConfigError(
-            f"{path} is a directory, but a configuration must be a file",
-            hint="pass the path of the file in the directory",
-        )
+        what = f"{path} is a directory, but a configuration must be a file"
+        raise ConfigError(what, hint="pass the path of the file in the directory")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_NBYTES + 1)

@@ -42,11 +42,8 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
             if close is None and name.startswith("ACCELERATE_"):
                 notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
                 continue
-            hint = (
-                f"did you mean {close}?"
-                if close
-                else f"unset it; the known variables are {', '.join(sorted(VARIABLES))}"
-            )
+            known = f"unset it; the known variables are {', '.join(sorted(VARIABLES))}"
+            hint = f"did you mean {close}?" if close else known
             problems.append(Problem((origin,), f"unknown variable {name} = {value!r}", hint))
     reading = FLAT.read(_wished(entries))
     reading.notes = [note for note in reading.notes if note.origin not in nobodys]
@@ -58,10 +55,9 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
 def _wished(entries: list[Entry]) -> list[Entry]:
     """Drop entries that the user did not set: Accelerate's launcher exports even settings that do not apply."""
     said = {entry.key: entry.value.upper() for entry in entries}
-    if said.get("fsdp_version", "1") == "2":
-        unread = {"fsdp_sharding_strategy"} if "fsdp_reshard_after_forward" in said else set()
-    else:
-        unread = {"fsdp_reshard_after_forward"} if "fsdp_sharding_strategy" in said else set()
+    strategy, reshard = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
+    of_version, other = (reshard, strategy) if said.get("fsdp_version") == "2" else (strategy, reshard)
+    unread = {other} if of_version in said else set()
     if said.get("fsdp_auto_wrap_policy", "") not in ("SIZE_BASED_WRAP", "SIZED_BASED_WRAP", "2"):
         unread.add("fsdp_min_num_params")
     return [entry for entry in entries if entry.key not in unread]

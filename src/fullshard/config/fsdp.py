@@ -11,7 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked, no_effect
+from fullshard.config.dialect import (
+    Dialect,
+    Key,
+    Note,
+    Problem,
+    Read,
+    Reading,
+    Setting,
+    Settings,
+    Status,
+    checked,
+    no_effect,
+)
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
@@ -19,6 +31,7 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """Accelerate's default for the number of parameters of a unit with SIZE_BASED_WRAP."""
 
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_STATE_DICT = "checkpoint.state_dict_type"
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _BY_CLASS = ("auto", "class")
 _WRAPS = {"TRANSFORMER_BASED_WRAP": "auto", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
@@ -62,12 +75,8 @@ def _reshard(value: Any) -> Settings:
         ) from None
 
 
-def _prefetch(value: Any) -> Settings:
-    return {"sharding.backward_prefetch": values.one_of(value, _PREFETCH, numbered=True)}
-
-
-def _state_dict(value: Any) -> Settings:
-    return {"checkpoint.state_dict_type": values.one_of(value, _STATE_DICTS, numbered=True)}
+def _named(path: str, known: tuple[str, ...]) -> Read:
+    return lambda value: {path: values.one_of(value, known, numbered=True)}
 
 
 def _version(value: Any) -> None:
@@ -102,10 +111,10 @@ FSDP_KEYS = (
         "fsdp_backward_prefetch",
         target="sharding.backward_prefetch",
         spellings=("fsdp_backward_prefetch_policy",),
-        read=_prefetch,
+        read=_named("sharding.backward_prefetch", _PREFETCH),
     ),
     Key("fsdp_forward_prefetch", target="sharding.forward_prefetch"),
-    Key("fsdp_state_dict_type", target="checkpoint.state_dict_type", read=_state_dict),
+    Key("fsdp_state_dict_type", target=_STATE_DICT, read=_named(_STATE_DICT, _STATE_DICTS)),
     *no_effect("the original parameters are always kept", "fsdp_use_orig_params", read=checked(values.boolean)),
     Key("fsdp_cpu_ram_efficient_loading", target="sharding.cpu_ram_efficient_loading"),
     Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
@@ -160,14 +169,13 @@ def _finish_strategy(reading: Reading) -> None:
     row = parse_strategy(strategy.value)
     if reshard.value == "auto" or row.freeing(reshard.value) in (None, row):
         return  # the schema refuses combinations that a row does not support
+    said = f"{reshard.key} = {str(reshard.value).lower()}"
     version = reading.entries.get("fsdp_version")
     if version is not None and str(version.value).strip() == "2":
-        text = (
-            f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which takes precedence in version 2"
-        )
+        text = f"means {row.name} with {said}, which takes precedence in version 2"
         reading.notes.append(Note(strategy.origin, strategy.key, Status.TRANSLATED, text))
         return
-    message = f"{strategy.key} = {row.name} and {reshard.key} = {str(reshard.value).lower()} contradict each other"
+    message = f"{strategy.key} = {row.name} and {said} contradict each other"
     hint = f"remove {reshard.key}, or set the strategy that you want"
     reading.problems.append(Problem((strategy.origin, reshard.origin), message, hint))
 

@@ -51,9 +51,7 @@ def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_
 
 def _at(entries: tuple[Entry, ...], origin: Origin) -> tuple[Entry, ...]:
     """Return copies of the entries, all with the given origin."""
-    return tuple(
-        Entry(entry.key, _at(entry.value, origin) if entry.is_mapping else entry.value, origin) for entry in entries
-    )
+    return tuple(Entry(e.key, _at(e.value, origin) if e.is_mapping else e.value, origin) for e in entries)
 
 
 def _unknown(entry: Entry) -> Problem:

@@ -72,11 +72,8 @@ class Entry:
 
 def entries_of(mapping: Mapping[str, Any], what: str) -> tuple[Entry, ...]:
     """Return the entries of a mapping that a script passes. Messages refer to the mapping as `what`."""
-    return tuple(
-        Entry(
-            str(key),
-            entries_of(value, f"{what}.{key}") if isinstance(value, Mapping) else value,
-            Origin.argument(what),
-        )
-        for key, value in mapping.items()
-    )
+    found = []
+    for key, value in mapping.items():
+        inner = entries_of(value, f"{what}.{key}") if isinstance(value, Mapping) else value
+        found.append(Entry(str(key), inner, Origin.argument(what)))
+    return tuple(found)

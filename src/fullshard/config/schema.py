@@ -381,17 +381,10 @@ class RunConfig(Settings):
     def _steps_in_backward(self) -> Self:
         training, precision = self.training, self.precision
         of_float16 = "precision.mode" if precision.mode == "fp16" else "precision.param_dtype"
+        clips, skips = training.gradient_clipping is not None, training.nonfinite_gradients == "skip"
         for other, is_set, why in (
-            (
-                "training.gradient_clipping",
-                training.gradient_clipping is not None,
-                "the norm of all gradients is known",
-            ),
-            (
-                "training.nonfinite_gradients",
-                training.nonfinite_gradients == "skip",
-                "it is decided whether to skip the step",
-            ),
+            ("training.gradient_clipping", clips, "the norm of all gradients is known"),
+            ("training.nonfinite_gradients", skips, "it is decided whether to skip the step"),
             (of_float16, precision.compute_dtype == "float16", "overflows in float16 are known"),
         ):
             if training.step_in_backward and is_set:
@@ -424,11 +417,10 @@ class RunConfig(Settings):
                 hint="set shard_size to the number of ranks per shard group, or use FULL_SHARD",
             )
         if launch.num_processes is not None:
+            per_host = launch.num_processes // launch.num_machines
             try:
-                shape = row.mesh_shape(
-                    launch.num_processes, self.sharding.resolved_shard_size(launch.num_processes // launch.num_machines)
-                )
-                self.parallelism.check_shards(shape[1])
+                _, size = row.mesh_shape(launch.num_processes, self.sharding.resolved_shard_size(per_host))
+                self.parallelism.check_shards(size)
             except ConfigError as error:
                 names = getattr(error, "settings", ("sharding.shard_size", "launch.num_processes"))
                 raise CombinationError(plain_message(error), *names, hint=error.hint) from None
@@ -441,11 +433,7 @@ class RunConfig(Settings):
 
     @classmethod
     def of_paths(cls, values: Mapping[str, Any]) -> Self:
-        """Build a configuration from a mapping of paths (`group.name`) to values.
-
-        Raises:
-            SettingsError: If settings of a group are invalid or if groups are incompatible.
-        """
+        """Build a configuration from a mapping of paths (`group.name`) to values. Raise `SettingsError` if it fails."""
         groups: dict[str, Any] = {group: model(**settings_of(group, values)) for group, model in GROUPS.items()}
         return cls(**groups)
 

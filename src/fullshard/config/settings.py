@@ -103,18 +103,12 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
-        """Build settings from a mapping, or the defaults from None. Return existing settings unchanged.
-
-        Raises:
-            ConfigError: `value` is anything else.
-        """
+        """Build settings from a mapping, or the defaults from None. Return existing settings unchanged."""
         if isinstance(value, cls):
             return value
         if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(
-                f"{cls.__name__} cannot be built from a {type(value).__name__}",
-                hint="pass a dict of settings",
-            )
+            what = f"{cls.__name__} cannot be built from a {type(value).__name__}"
+            raise ConfigError(what, hint="pass a dict of settings")
         return cls(**(value or {}))
 
     @classmethod

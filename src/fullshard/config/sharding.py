@@ -291,11 +291,7 @@ class ShardingConfig(Settings):
         return None if self.unsharded_memory_gib is None else round(self.unsharded_memory_gib * 2**30)
 
     def resolved_strategy(self) -> Strategy:
-        """Return the strategy after `reshard_after_forward` has been applied to it.
-
-        Raises:
-            ConfigError: If no strategy differs from the chosen one only in what happens after forward.
-        """
+        """Return the strategy after `reshard_after_forward` has been applied to it, or raise `CombinationError`."""
         row = parse_strategy(self.strategy)
         if self.reshard_after_forward == "auto":
             if row.frees_after_forward:
@@ -307,9 +303,7 @@ class ShardingConfig(Settings):
                 "strategy",
                 hint="use FULL_SHARD or HYBRID_SHARD, or remove reshard_after_forward",
             )
-        if self.reshard_after_forward is None:
-            return row
-        other = row.freeing(self.reshard_after_forward)
+        other = row if self.reshard_after_forward is None else row.freeing(self.reshard_after_forward)
         if other is not None:
             return other
         raise CombinationError(

@@ -130,9 +130,9 @@ SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TAKE, TIMEOUT, TOK
 """All variables by name. Those that the launcher sets come last."""
 
 
-def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | None:
+def timeout_of_environment() -> float | None:
     """Return the number of seconds in the variable `FULLSHARD_TIMEOUT`, or None if it is not set."""
-    text = TIMEOUT.read(environ)
+    text = TIMEOUT.read()
     return float(text) if text else None
 
 

@@ -308,14 +308,9 @@ class Config(_ConfigGroup):
         """Return the fields that differ from their defaults, by dotted name. The shard size is always included."""
         defaults = {name: value for name, value, _ in _leaves(Config())}
         changed = {name: v for name, v, _ in _leaves(self) if v != defaults[name] or name == _SIZE}
-        return {
-            name: Entry(
-                name,
-                sorted(value) if isinstance(value, set) else value,
-                self._places.get(name, Origin.argument("torchacc.Config")),
-            )
-            for name, value in changed.items()
-        }
+        values = {name: sorted(value) if isinstance(value, set) else value for name, value in changed.items()}
+        here = Origin.argument("torchacc.Config")
+        return {name: Entry(name, value, self._places.get(name, here)) for name, value in values.items()}
 
     def reading(self) -> Reading:
         """Return the settings that the fields set. Invalid fields are listed in the `problems` of the reading."""
@@ -406,14 +401,13 @@ def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
         hint = f"start {shard.value} processes (or a multiple of it), or use one of {divisors}"
         problems.append(Problem((shard.origin,), message, hint))
     elif replicas is not None and replicas.value is not None and replicas.value * shard.value != world_size:
-        message = (
-            f"dist.dp.size = {replicas.value} times dist.fsdp.size = {shard.value} is {replicas.value * shard.value}, "
-            f"but the world size is {world_size}"
+        product = (
+            f"dist.dp.size = {replicas.value} times dist.fsdp.size = {shard.value} is {replicas.value * shard.value}"
         )
+        message = f"{product}, but the world size is {world_size}"
         problems.append(Problem((replicas.origin, shard.origin), message, "remove dp.size; it is computed"))
     elif order is not None and 1 < shard.value < world_size and order.value.index("dp") > order.value.index("fsdp"):
-        message = (
-            f"dist.topology = {shown(order.value)} puts replicas next to each other, but shard groups must be adjacent"
-        )
+        what = f"dist.topology = {shown(order.value)} puts replicas next to each other"
+        message = f"{what}, but shard groups must be adjacent"
         problems.append(Problem((order.origin,), message, "put 'dp' before 'fsdp'"))
     refuse(problems)

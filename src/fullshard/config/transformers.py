@@ -59,12 +59,9 @@ _KNOWN = "full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2,
 
 
 def read_fsdp_words(text: Any, origin: Origin) -> Reading:
-    """Read the settings of `--fsdp "full_shard auto_wrap offload"`.
+    """Read the settings of `--fsdp "full_shard auto_wrap offload"`: options in any case and order, or a boolean.
 
-    Args:
-        text: Options in any case and order, separated by spaces or commas. An option may contain `_`, `-`, or a space.
-            A boolean is accepted too.
-        origin: The place where the text was written.
+    Options are separated by spaces or commas. An option may contain `_`, `-`, or a space.
     """
     reading = Reading()
     words = [word for word in re.split(r"[\s,_'\"-]+", str(text).lower()) if word]

@@ -24,10 +24,7 @@ from fullshard.core.strategy import parse_strategy
 
 
 def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
-    """Return a field for the setting of a run at `path`.
-
-    `default` and `help` replace those of the schema. `read` converts the field's value to settings by path.
-    """
+    """Return a field for the run's setting at `path`, with another `default` or `help`. `read` converts its value."""
     setting = SETTINGS[path]
     bounds = {
         name: getattr(rule, name) for rule in setting.metadata for name in ("gt", "ge", "le") if hasattr(rule, name)

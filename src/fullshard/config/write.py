@@ -22,10 +22,7 @@ WIDTH = 110
 def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool = False) -> str:
     """Return the configuration as YAML, which `load_file` reads back unchanged.
 
-    Args:
-        config: The configuration to write.
-        comments: Whether to put the description of each setting above it.
-        only_changed: Whether to omit settings that have their default value; otherwise they are commented out.
+    `comments` adds descriptions. `only_changed` omits settings with default values, which are else commented out.
     """
     lines = []
     if comments:
@@ -41,14 +38,9 @@ def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool
             for name, field in model.model_fields.items()
             for line in _lines(name, field, config.value(f"{group}.{name}"), comments, only_changed)
         ]
-        if not body:
-            continue
-        lines += [
-            "",
-            *(_comment(RunConfig.model_fields[group].description, "") if comments else ()),
-            f"{group}:",
-            *body,
-        ]
+        if body:
+            head = _comment(RunConfig.model_fields[group].description, "") if comments else ()
+            lines += ["", *head, f"{group}:", *body]
     if not any(line and not line.startswith("#") for line in lines):
         lines += ["", "launch: # every setting has its default"]
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -60,10 +52,8 @@ def _lines(name: str, field: FieldInfo, value: Any, comments: bool, only_changed
         return []
     setting = f"{name}: {scalar(value)}"
     words = f" One of: {', '.join(words)}." if len(words := words_of(field)) > 1 else ""
-    return [
-        *(_comment(f"{field.description}{words}", "  ") if comments else ()),
-        f"  # {setting}" if is_default else f"  {setting}",
-    ]
+    head = _comment(f"{field.description}{words}", "  ") if comments else ()
+    return [*head, f"  # {setting}" if is_default else f"  {setting}"]
 
 
 def _comment(text: str | None, indent: str) -> list[str]:

@@ -31,11 +31,6 @@ class IntervalBox:
     start: int
     strides: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        """Return the number of elements in the box."""
-        return math.prod(self.sizes)
-
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a tensor that is stored row by row."""

@@ -12,33 +12,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigError
 
-ITEMSIZES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
-}
+_BY_BITS = (
+    *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("complex32", "complex64", "complex128"),
+)
+"""Dtypes whose names contain the number of bits of an element."""
+
+ITEMSIZES = {"bool": 1} | {name: int(re.findall(r"\d+", name)[0]) // 8 for name in _BY_BITS}
 """Bytes of one element of each dtype."""
 
 FLOATING = frozenset(name for name in ITEMSIZES if "float" in name)
@@ -71,10 +57,7 @@ def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
 
 
 def collected(compute: str, reduce: str, *, widens: bool) -> str:
-    """Return the dtype of the unsharded gradient until another gradient is added to it.
-
-    If the reduction casts its input (`widens`), this is the parameter's dtype, in which autograd produces gradients.
-    """
+    """Return the dtype of the unsharded gradient until another is added: the parameter's if the sum casts its input."""
     return compute if widens and wider(compute, reduce) == reduce else reduce
 
 

@@ -84,11 +84,7 @@ FORMS: dict[str, StoredForm] = {
 
 
 def form_of(name: str) -> StoredForm:
-    """Return the form with this name.
-
-    Raises:
-        ConfigError: If the name is unknown.
-    """
+    """Return the form with this name. Raise `ConfigError` if the name is unknown."""
     if name not in FORMS:
         near = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -47,10 +47,7 @@ def on_demand(
 
 
 def after_import(name: str, action: Action) -> None:
-    """Call `action(module)` when the module is imported, or immediately if it has been imported already.
-
-    Until then, this has no cost, because it does not import the module itself.
-    """
+    """Call `action(module)` when the module is imported, or now if it already is. This does not import it itself."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)

@@ -101,10 +101,7 @@ JOURNAL = Journal()
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a journal, given as a file or a directory, in the order in which they were written.
-
-    Lines that are not events, such as a line cut off by a full disk, are skipped. If there is no file, yield nothing.
-    """
+    """Yield the events of a journal (a file or a directory) in order. Skip other lines, such as one that was cut."""
     path = path / JOURNAL_NAME if path.is_dir() else path
     for line in read_lines(path) if path.exists() else ():
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 REDUCTIONS_IN_FLIGHT = 1
@@ -43,17 +44,8 @@ def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | N
 
 
 def count_kept(nbytes: Iterable[int], budget: int) -> int:
-    """Return how many units fit in `budget` bytes if they are kept unsharded from forward to backward.
-
-    `nbytes` are the sizes of the units in backward order: the first unit in backward is kept for the shortest time.
-    """
-    count = 0
-    for each in nbytes:
-        budget -= each
-        if budget < 0:
-            break
-        count += 1
-    return count
+    """Return how many of the first units in backward, which are kept for the shortest time, fit in `budget` bytes."""
+    return sum(total <= budget for total in accumulate(nbytes))
 
 
 def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:

@@ -50,10 +50,7 @@ PACKED_BLOCK_NUMEL = 256
 
 
 def packed_nbytes(numel: int, itemsize: int) -> int:
-    """Return the size in bytes of a message of `numel` elements, which includes scales if `itemsize` is 1.
-
-    The elements and the scales are each padded to a multiple of 16 bytes.
-    """
+    """Return the bytes of a message: the elements and, if `itemsize` is 1, their scales, each padded to 16 bytes."""
     scales = 4 * -(-numel // PACKED_BLOCK_NUMEL) if itemsize == 1 else 0
     return round_up(itemsize * numel, 16) + round_up(scales, 16)
 

@@ -97,14 +97,9 @@ class Strategy:
         return ranks_per_host if self.is_hybrid and shard_size is None else shard_size
 
     def mesh_shape(self, world_size: int, shard_size: int | None) -> tuple[int, int]:
-        """Return the mesh shape `(replicate size, shard size)`. The product of the two sizes is `world_size`.
+        """Return the mesh shape `(replicate size, shard size)` of `world_size` ranks.
 
-        Args:
-            world_size: The number of ranks.
-            shard_size: The number of ranks per shard group. Only for strategies with both axes, which require it.
-
-        Raises:
-            ConfigError: If the size is missing, contradicts the strategy, or does not divide the world size.
+        Raise `ConfigError` if the shard size, which hybrid strategies require, is missing or does not fit.
         """
         if not self.shards:
             expected = 1
@@ -175,11 +170,7 @@ _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
 
 
 def parse_strategy(value: object) -> Strategy:
-    """Return the strategy with a name (any case, with `-`, `_`, or a space) or code (1 to 5). Return a row unchanged.
-
-    Raises:
-        ConfigError: If there is no such strategy. The message lists all strategies.
-    """
+    """Return the strategy with a name (any case, `-`, `_`, or a space) or code (1 to 5). Return a row unchanged."""
     if isinstance(value, Strategy):
         return value
     key = str(value).strip().upper().replace("-", "_").replace(" ", "_")
