@@ -28,7 +28,8 @@ from transformers import (
 from fullshard.api.late_adapters import shard_adapters
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.checkpoint.offline import compare, open_source
-from fullshard.core.errors import ConfigError
+from fullshard.comm.torch_private import default_store
+from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.integrations.transformers.at_load import load_sharded
 from tests.differential import EPS, TOLERANCE
 from tests.distributed import preload, run_ranks
@@ -159,6 +160,33 @@ def test_training_equals_one_process(name: str, ranks: int, options: dict[str, b
     plain = load(path, None)
     expected = train(plain, adam(plain), range(STEPS)), plain.state_dict()
     run_ranks(check_equal, ranks, path, {**EP[ranks], **options}, expected)
+
+
+def check_left_out(path: str, where: str) -> None:
+    """Rank 1 fails in the second forward or backward, where rank 0 waits to exchange tokens with it."""
+    model = load(path, EP[2])
+    train(model, adam(model), range(1), dist.get_rank(), 2)
+    tokens, labels = batch(1)
+    if dist.get_rank() == 1:
+        layer = model.model.layers[1]
+        if where == "forward":
+            layer.self_attn.register_forward_pre_hook(lambda *_: 1 // 0)
+        else:
+            layer.mlp.register_forward_hook(lambda *seen: seen[2].register_hook(lambda _: 1 // 0) and None)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=tokens, labels=labels).loss.backward()
+        default_store().wait(["told"])  # stay until the other has found out
+        return
+    named = r"rank 0, exchanging tokens among experts: rank 1 had an error.*ZeroDiv"
+    with pytest.raises(CommunicationError, match=named):
+        model(input_ids=tokens, labels=labels).loss.backward()
+    default_store().set("told", "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_leaves_an_exchange_out_is_named(where: str, tmp_path: Path) -> None:
+    run_ranks(check_left_out, 2, saved("qwen3_moe", tmp_path), where)
 
 
 # -- other meshes ----------------------------------------------------------------------------------------------------

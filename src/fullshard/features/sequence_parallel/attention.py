@@ -161,7 +161,8 @@ class SplitSequences:
         """Give away parts of dim 1 for the parts of dim 2 that the other ranks have, in one message."""
         rows = [one.unflatten(1, (self.size, -1)).movedim(1, 0) for one in tensors]
         flat = [one.flatten(1) for one in rows]
-        received = _Exchange.apply(torch.cat(flat, dim=1), self.group).split([one.shape[1] for one in flat], dim=1)
+        what = "exchanging attention heads for parts of sequences"
+        received = exchange(torch.cat(flat, dim=1), self.group, what).split([one.shape[1] for one in flat], dim=1)
         return [part.view(one.shape).movedim(0, 2).flatten(2, 3) for part, one in zip(received, rows, strict=True)]
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
@@ -171,25 +172,29 @@ class SplitSequences:
         return of_all
 
 
-class _Exchange(torch.autograd.Function):
-    """Send row r of a tensor to rank r of a group, and return the rows that the ranks have sent to this one."""
+def exchange(
+    rows: torch.Tensor, group: dist.ProcessGroup, what: str, arriving: Any = None, leaving: Any = None
+) -> torch.Tensor:
+    """Send rows of a tensor to the ranks of a group, and return the rows that they have sent to this one.
 
+    `arriving` and `leaving` are the numbers of rows from and to each rank. By default, each rank gets an equal part.
+    """
+    return _Exchange.apply(rows, group, what, arriving, leaving)  # type: ignore[no-any-return]
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _exchanged(rows, group)
+    def forward(ctx: Any, rows: torch.Tensor, *how: Any) -> torch.Tensor:
+        ctx.group, ctx.what, *ctx.sizes = group, what, arriving, leaving = how
+        received = rows.new_empty(len(rows) if arriving is None else sum(arriving), *rows.shape[1:])
+        with waiting_in_step(what, [group]):
+            dist.all_to_all_single(received, rows.contiguous(), arriving, leaving, group=group)
+        return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchanged(gradient.contiguous(), ctx.group), None
-
-
-def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    received = torch.empty_like(rows)
-    with waiting_in_step("exchanging attention heads for parts of sequences", [group]):
-        dist.all_to_all_single(received, rows, group=group)
-    return received
+        return exchange(gradient, ctx.group, ctx.what, *reversed(ctx.sizes)), None, None, None, None
 
 
 def _of_deepspeed(inner: Any, group: dist.ProcessGroup, count: int, heads: int, size: int, key_heads: int) -> Any:

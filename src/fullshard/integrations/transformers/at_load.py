@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -26,6 +27,7 @@ from fullshard.comm.device import current
 from fullshard.comm.mesh import Mesh, init_mesh, joined_world_size
 from fullshard.core.errors import ConfigError
 from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
+from fullshard.features.sequence_parallel.attention import exchange
 
 _AXES = ("dp_replicate", "fsdp", "tp")
 _OF_THE_LOADER = (
@@ -33,6 +35,7 @@ _OF_THE_LOADER = (
     *("weights_only", "trust_remote_code", "code_revision"),
 )
 """Options about reading files and trusting code, which are not needed because the class has been loaded."""
+_EXCHANGE = "exchanging tokens among experts"
 _INFERENCE_ONLY = "deepgemm_megamoe"
 _REFUSED = (
     *("device_map", "max_memory", "offload_folder", "state_dict", "gguf_file", "output_loading_info"),
@@ -170,10 +173,20 @@ def _distribute(model: Any, config: Any, dense: DeviceMesh, plan: dict[str, str]
     mesh = init_device_mesh(dense.device_type, sizes, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
     for each in experts:
         let_adapters_in(each, mesh["ep"])
-    home = importlib.import_module("transformers.distributed.expert_parallel")
+    home: Any = importlib.import_module("transformers.distributed.expert_parallel")
+    home.all_to_all_single = torch.compiler.disable(_exchange_counts)  # names a rank that does not take part
+    home.all_to_all_single_autograd = torch.compiler.disable(_exchange_tokens)
     with _as_config_errors():
         home.apply_expert_parallelism(model, mesh["ep"], dense["tp"], plan, how)
     return dict.fromkeys(experts, init_mesh(device_mesh=mesh["dp_replicate", "efsdp"]))
+
+
+def _exchange_counts(received: torch.Tensor, sent: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    received.copy_(exchange(sent, group, _EXCHANGE))
+
+
+def _exchange_tokens(rows: torch.Tensor, received: Any, sent: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    return exchange(rows, group, _EXCHANGE, received, sent)
 
 
 def _data_axes(config: Any) -> tuple[str, ...]:
