@@ -83,10 +83,7 @@ class LayerActivations:
 
 
 def layer_activations(block: Block, job: Job, device: Device) -> LayerActivations:
-    """Return the bytes that one layer saves for backward, and its temporaries, for one micro-batch.
-
-    The device matters because torch's CPU kernels store dropout masks in the compute dtype.
-    """
+    """Return the bytes that one layer saves for backward, and its temporaries, for one micro-batch."""
     width = itemsize(job.compute_dtype)
     tokens, widest = job.tokens, width * block.active_intermediate
     between = _saved_between(block, job, width, device) * job.tokens
@@ -178,10 +175,7 @@ def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int
 
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return the bytes per token that norms and dropout save between the parts of a layer.
-
-    The parts are attention and the feed-forward part.
-    """
+    """Return the bytes per token that norms and dropout save between attention and the feed-forward part."""
     saved = _norm(block, job, width) * block.norms * block.hidden
     if block.dropout:
         saved += 2 * (width if device.is_cpu else 1) * block.hidden
@@ -208,11 +202,7 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: Device) -> int:
-    """Return the bytes per token that adapters add to those that the layer saves.
-
-    The frozen layer does not save the inputs of its projections, so these are subtracted. PEFT casts an adapter's input
-    to the adapter's dtype. In mixed precision, both have the compute dtype.
-    """
+    """Return the bytes per token that adapters add to those of the frozen layer. PEFT casts the adapters' inputs."""
     own = itemsize(adapters.dtype) if job.precision == "no" else width
     kept = own * adapters.ranks
     if own == width and not adapters.dropout:
@@ -225,10 +215,7 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
 
 
 def _norm(block: Block, job: Job, width: int) -> int:
-    """Return the bytes that a norm saves for each element of its input.
-
-    Its output is not included, because the next operation saves it.
-    """
+    """Return the bytes that a norm saves for each element of its input. The next operation saves the output."""
     if block.norm == "layer" or job.compile:
         return width
     before_weight = 0 if job.method != "full" else 4 if block.norm == "rms-float32-weight" else width
@@ -267,10 +254,7 @@ def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> in
 
 
 def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Return the bytes of one attention score in softmax's output, and in the operand that multiplies the values.
-
-    Both are 0 if a kernel keeps the scores out of memory.
-    """
+    """Return the bytes of one score in softmax's output and as a factor of the values, or 0 if a kernel keeps none."""
     way, width = what_runs(block, job, device), itemsize(job.compute_dtype)
     if way == "eager":
         return max(4, width) if block.float32_scores else width, width
@@ -278,10 +262,7 @@ def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
 
 
 def _scores(block: Block, job: Job, device: Device) -> int:
-    """Return the bytes that a query's scores take in all heads.
-
-    They are softmax's output, the operand that multiplies the values, and the masks of dropout and of a cap.
-    """
+    """Return the bytes of a query's scores in all heads: softmax's output, the operand for the values, and masks."""
     softmax, width = _score_widths(block, job, device)
     each = softmax
     if block.attention_dropout or softmax != width:

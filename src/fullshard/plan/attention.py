@@ -58,10 +58,7 @@ _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 
 
 def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
-    """Return the number of keys that a query sees on average.
-
-    If `whole` is set, return the number that it would see without a mask or a window.
-    """
+    """Return the number of keys that a query sees on average, or the number without a mask if `whole` is set."""
     if whole:
         return seq_len
     if not block.window or block.window >= seq_len:
@@ -76,10 +73,7 @@ def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = Fa
 
 
 def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
-    """Return the fraction of the peak FLOP/s that attention reaches for a head size and a number of keys.
-
-    `flash` is the fraction for long sequences and heads of 128.
-    """
+    """Return the fraction of the peak FLOP/s of attention. `flash` is that for long sequences and heads of 128."""
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 

@@ -23,10 +23,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def shares_main(self) -> bool:
-        """Return whether the stored bucket itself is used as the unsharded one.
-
-        This is the case if a single rank stores the complete bucket in its compute dtype.
-        """
+        """Return whether the stored bucket is also the unsharded one, because one rank has all of it in that dtype."""
         return self.layout.world_size == 1 and self.may_hold_main
 
     @property
@@ -43,10 +40,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def compute_shard_nbytes(self) -> int:
-        """The size of the all-gather's input in bytes.
-
-        If the stored interval on the device is the input itself, nothing else is allocated for it.
-        """
+        """The size of the all-gather's input in bytes."""
         return self.main_numel * itemsize(self.compute_shard_dtype)
 
     @property
@@ -58,11 +52,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def host_buffers(self) -> tuple[int, ...]:
-        """The size of each buffer in host memory, in bytes.
-
-        The first buffer holds the main weights. If the compute dtype differs, a second one holds the all-gather's
-        input.
-        """
+        """The bytes of each buffer in host memory: main weights and, in another dtype, the all-gather's input."""
         if not self.main_is_on_host:
             return ()
         has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
@@ -75,18 +65,12 @@ class CountedBucket(BucketPlan):
 
     @property
     def coded_nbytes(self) -> int:
-        """The size of all ranks' codes in bytes. They are allocated until they have been decoded.
-
-        It is 0 for a single rank, which decodes its own codes directly.
-        """
+        """The bytes of all ranks' codes until they are decoded, or 0 for a single rank, which decodes its own."""
         has_own = self.layout.world_size == 1 and not self.main_is_on_host
         return 0 if self.form is None or has_own else self.main_nbytes * self.layout.world_size
 
     def decoding_nbytes(self, *, is_cpu: bool) -> int:
-        """Return the bytes of the temporaries that are needed to decode the bucket.
-
-        A bucket is decoded in pieces, so the temporaries do not grow with the bucket.
-        """
+        """Return the bytes of the temporaries while the bucket is decoded, piece by piece."""
         if self.form is None:
             return 0
         value = itemsize(self.compute_dtype)
@@ -95,10 +79,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def value_itemsize(self) -> int:
-        """Bytes of an element when a single parameter is unsharded.
-
-        The parameter then has its stored dtype. If it is stored as codes, it is decoded to the compute dtype.
-        """
+        """Bytes of an element when a single parameter is unsharded. Codes are decoded to the compute dtype."""
         return itemsize(self.dtype if self.form is None else self.compute_dtype)
 
     @property

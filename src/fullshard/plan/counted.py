@@ -32,19 +32,12 @@ _SHAPES = TypeAdapter(ModelShape)
 
 
 def is_known_to_transformers(kind: str) -> bool:
-    """Return whether Transformers is installed and supports the `model_type` named `kind`.
-
-    This function does not import Transformers.
-    """
+    """Return whether Transformers supports the `model_type` named `kind`, without importing Transformers."""
     return bool(kind) and f'"{kind}"' in _families_of_transformers()
 
 
 def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Return the shapes of the model that Transformers builds from a configuration.
-
-    Parameters and units are exact. Each layer's `Block` is estimated from the fields that most configurations have in
-    common.
-    """
+    """Return the shapes that Transformers builds from a configuration. Each layer's `Block` is only an estimate."""
     question = json.dumps(values, sort_keys=True, default=str)
     key = hashlib.sha256(f"{_FORMAT} {version('transformers')} {question}".encode()).hexdigest()
     path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "shapes" / f"{key}.json"
@@ -52,7 +45,9 @@ def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
         return _SHAPES.validate_json(read_text(path))
     except (OSError, ValueError):
         answer = _count(question, where)
-    _keep(path, answer)
+    with contextlib.suppress(OSError):  # without a cache, the shapes are counted again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, answer)
     return _SHAPES.validate_json(answer)
 
 
@@ -79,18 +74,8 @@ def _count(question: str, where: str) -> str:
     return done.stdout
 
 
-def _keep(path: Path, answer: str) -> None:
-    """Write the result to the cache. If that fails, ignore the error: the result is computed again next time."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, answer)
-
-
 def _families_of_transformers() -> str:
-    """Return the source code of the modules in which Transformers lists its model types.
-
-    The code is read as text because importing these modules takes seconds.
-    """
+    """Return the source of Transformers' lists of model types as text, because importing them takes seconds."""
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     tables = (Path(folder) / "models" / "auto" / name for folder in folders for name in _TABLES)

@@ -72,10 +72,7 @@ def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]
 
 
 def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool) -> list[Matrix]:
-    """Return the matrices in the parameter at position `index` in bucket number `bucket`.
-
-    The list is empty if the parameter has no elements.
-    """
+    """Return the matrices in the parameter at position `index` in bucket number `bucket`. There may be none."""
     count, rows, columns = matrix_shape(layout.specs[index].shape, flatten=flatten)
     numel, offset = rows * columns, layout.offsets[index]
     starts = range(offset, offset + count * numel, numel) if numel else ()
@@ -110,11 +107,7 @@ class Dealing:
         return numbers
 
     def of_ranks(self, amount: Callable[[int], int], buckets: Iterable[int] | None = None) -> list[int]:
-        """Return a list with one number per rank: the sum of `amount` over the matrices that the rank owns.
-
-        `amount` maps the number of a matrix to a value. If `buckets` is given, only the matrices in these buckets
-        count.
-        """
+        """Return, for each rank, the sum of `amount(number)` over its matrices, in all buckets or only in `buckets`."""
         amounts = [0] * (self.replicate_size * self.shard_size)
         for bucket in range(len(self.layouts)) if buckets is None else buckets:
             for number in self.by_bucket[bucket]:

@@ -161,11 +161,7 @@ class Plan:
 
     @property
     def confidence(self) -> str:
-        """How certain it is that the run fits, in words.
-
-        It is `fits` if the run fits even at the upper end of the expected range, and otherwise `fits, tight`, `may not
-        fit` or `does not fit`.
-        """
+        """How certain it is that the run fits: `fits`, `fits, tight`, `may not fit` or `does not fit`."""
         least, most = self.expected
         if most <= self.cluster.device.memory:
             return "fits"
@@ -187,10 +183,7 @@ class Plan:
 
 
 def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
-    """Predict the memory, traffic and time of a training job on a cluster.
-
-    If the job keeps as many units unsharded as fit, find out how many that is.
-    """
+    """Predict the memory, traffic and time of a training job on a cluster."""
     if not job.keeps_what_fits:
         return _evaluate(model, job, cluster)
     plain = _evaluate(model, job, cluster)
@@ -200,10 +193,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
 
 
 def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
-    """Predict the memory, traffic and time of a job that may keep some units unsharded after forward.
-
-    `budget` is the memory for these units in bytes. If it is None, the strategy determines which units stay unsharded.
-    """
+    """Predict a job that keeps as many units unsharded as fit into `budget` bytes, or those that the strategy keeps."""
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
@@ -258,10 +248,7 @@ def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
 
 
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
-    """Return the bytes that are copied between host and device in a complete step, by direction.
-
-    Some copies are made once per step, and others in each micro-batch.
-    """
+    """Return the bytes that a step copies between host and device, some of them once and others per micro-batch."""
     if job.accumulation == 1 or not any(bucket.offload.has_shards for bucket in layout.buckets):
         return {}  # the step's traffic includes it already
     options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
@@ -309,10 +296,7 @@ def notes_of(plan: Plan) -> list[str]:
 
 
 def _attention_note(plan: Plan) -> str:
-    """Return a note if the device has no fused attention kernel for the job's precision.
-
-    The note names a precision for which there is a kernel. Return an empty string if a kernel is available.
-    """
+    """Return a note if the device has no fused attention kernel for the job's precision, or an empty string."""
     job, device = plan.job, plan.cluster.device
     if device.is_cpu or not (found := _without_kernel(plan, job)):
         return ""
@@ -397,7 +381,7 @@ def _changes(plan: Plan) -> list[_Offer]:
     is_plain, trains_all = not job.on_host, job.method == "full"
     sums = trains_all and job.main_dtype != "float32" and job.reduce_dtype is None
     no_scores = job.attention == "eager" and not _without_kernel(plan, job.model_copy(update={"attention": "sdpa"}))
-    most = _largest_group(plan)
+    most = math.gcd(groups_of(plan.cluster, job.tp)[1], 64)  # a power of two that divides the ranks of a host
     times = job.accumulation * most
     is_divided = most == 1 or job.shared_by > 1 or job.seq_len < _SHORT
     offers: list[tuple[str, dict[str, Any], bool]] = [
@@ -443,17 +427,8 @@ _SHORT = 8192
 """Tokens of a sequence below which dividing it is not proposed."""
 
 
-def _largest_group(plan: Plan) -> int:
-    """Return the largest power of two that divides the ranks of a host, of which each is a tensor-parallel group."""
-    return math.gcd(groups_of(plan.cluster, plan.job.tp)[1], 64)
-
-
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Return a change to more devices, or an empty list if no number that was tried is enough.
-
-    The number of devices is doubled until the plan fits, and must be divisible by the number of hosts. The cost is the
-    factor by which device time per token grows.
-    """
+    """Double the devices until the plan fits. The cost of this change is the growth of device time per token."""
     for times in (2, 4, 8, 16, 32, 64):
         count = plan.cluster.count * times
         hosts = max(plan.cluster.hosts, -(-count // plan.cluster.device.per_host))

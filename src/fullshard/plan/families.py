@@ -276,10 +276,7 @@ def _gpt2(fields: Fields) -> ModelShape:
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> _Weights:
-    """Return the weights of a linear layer.
-
-    GPT-2's `Conv1D` has a transposed weight, with `inputs` as its last dim.
-    """
+    """Return the weights of a linear layer. GPT-2's `Conv1D` has a transposed weight, with `inputs` as its last dim."""
     weights = [ParameterShape(f"{name}.weight", (outputs, inputs), role="matrix")]
     return [*weights, ParameterShape(f"{name}.bias", (inputs if conv1d else outputs,))] if bias else weights
 
@@ -457,10 +454,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
 
 
 def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
-    """Raise `ConfigError` for an unknown family, unless the model can be planned as a Llama.
-
-    This requires all of Llama's fields and a dense model.
-    """
+    """Raise `ConfigError` for an unknown family, unless the file has all of Llama's fields and no experts."""
     missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]
     if missing or any(values.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
         close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # catches typos, but not related families
@@ -472,10 +466,7 @@ def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
 
 
 def _check_heads_and_experts(block: Block, where: str) -> None:
-    """Raise `ConfigError` if the numbers of heads or experts do not describe a layer that can run.
-
-    This finds mistakes in files that were edited by hand.
-    """
+    """Raise `ConfigError` if the numbers of heads or experts in a file do not describe a layer that can run."""
     if not block.head_dim:
         wrong = f"hidden_size {block.hidden} is too small for {block.heads} attention heads"
     elif block.heads % block.kv_heads:

@@ -73,10 +73,7 @@ class Device:
         return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
     def link_seconds(self, inside: float, across: float) -> tuple[float, float]:
-        """Return the seconds needed to transfer `inside` bytes within a host and `across` bytes between hosts.
-
-        The two times are returned separately, because the transfers use different links.
-        """
+        """Return the seconds that `inside` bytes take within a host, and that `across` bytes take between hosts."""
         return inside / (self.link * self.link_efficiency), across / (self.network * self.link_efficiency)
 
 
@@ -186,10 +183,7 @@ _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 def find_device(name: str) -> Device:
-    """Return the device with a given name, or read a device from a calibration file.
-
-    `name` may be any common spelling of a device in `DEVICES`, or the path of a `.json` file.
-    """
+    """Return the device with this name, in any common spelling, or read it from a calibration file (`.json`)."""
     if name.endswith(".json"):
         return read_calibration(local_path(name))
     found = _row_called(name)
@@ -286,10 +280,7 @@ def split_devices(text: str) -> tuple[int | None, str]:
 
 
 def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """Return the cluster that a text describes: `8xH100`, `1024 x h100`, `8 H100`, or `H100` for one device.
-
-    If `hosts` is not given, the devices are placed on as few hosts of the usual size as possible.
-    """
+    """Return the cluster that a text such as `8xH100` describes, by default on as few hosts as possible."""
     number, name = split_devices(text)
     device, count = find_device(name), number or 1
     if hosts is None:

@@ -35,10 +35,7 @@ KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
 
 
 def token_count(value: Any) -> Any:
-    """Convert a text such as `128k` to a number of tokens, where k means 1024.
-
-    Return a value that is not a string as it is. Pydantic then validates it.
-    """
+    """Convert a text such as `128k` to a number of tokens, where k means 1024. Return other values unchanged."""
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+)\s*k\s*", value, re.IGNORECASE)
@@ -202,10 +199,7 @@ class Job(View):
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:
-        """Build the job from a run's configuration.
-
-        `values` are the settings that the configuration does not contain, such as batch size and sequence length.
-        """
+        """Build the job from a run's configuration and from `values`, which it lacks, such as the batch size."""
         sharding = config.sharding
         said = {name: config.value(row.target) for name, row in cls.of_the_run().items() if row.read is None} | {
             "strategy": sharding.resolved_strategy().name,

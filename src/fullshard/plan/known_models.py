@@ -13,10 +13,7 @@ Values = dict[str, Any]
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 32000, **more: Any) -> Values:
-    """Return the `config.json` fields of a decoder with Llama's architecture.
-
-    `more` holds additional fields, or fields that replace the others, such as `model_type`.
-    """
+    """Return the `config.json` fields of a decoder like Llama. Fields in `more` are added or replace others."""
     return {
         "model_type": "llama",
         "hidden_size": hidden,

@@ -58,10 +58,7 @@ class UnitLayout:
 
     @cached_property
     def coded_nbytes(self) -> int:
-        """The size of the unit's codes from all ranks, in bytes.
-
-        These codes are in memory from the gather until they have been decoded.
-        """
+        """The size of the unit's codes from all ranks in bytes. They are in memory until they have been decoded."""
         return sum(bucket.coded_nbytes for bucket in self.coded)
 
     @cached_property
@@ -100,10 +97,7 @@ class ModelLayout:
     keeps_gradients: bool = False
 
     def keeping(self, count: int) -> ModelLayout:
-        """Return a copy of this layout in which `count` more units stay unsharded until backward.
-
-        These units are the last ones, in forward order, that this layout would free after forward.
-        """
+        """Return a copy in which the last `count` of the units that are freed after forward stay unsharded."""
         inner = [unit.name for unit in self.calls if unit.frees_after_forward]
         kept = set(inner[len(inner) - count :])
         return self._with(
@@ -111,10 +105,7 @@ class ModelLayout:
         )
 
     def with_pages(self, nbytes: Callable[[Block], int]) -> ModelLayout:
-        """Return a copy of this layout in which part of the activations stays on the host until backward.
-
-        `nbytes` returns the number of these bytes for a block.
-        """
+        """Return a copy in which `nbytes(block)` bytes of each unit's activations stay on the host until backward."""
         return self._with(
             unit if unit.block is None else dataclasses.replace(unit, page_nbytes=nbytes(unit.block))
             for unit in self.units
@@ -147,10 +138,7 @@ def lay_out(
     dtypes: Dtypes,
     offload: Offload | None = None,
 ) -> ModelLayout:
-    """Compute how each unit of a model is divided into buckets and shards.
-
-    `shard_size` is only used by the hybrid strategies.
-    """
+    """Compute how each unit of a model is divided into buckets and shards."""
     replicate_size, shard_size = strategy.mesh_shape(world_size, shard_size)
     units = []
     for unit in model.units:

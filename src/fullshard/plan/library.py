@@ -18,11 +18,7 @@ from fullshard.plan.shapes import ModelShape
 
 
 def load_model(text: str) -> tuple[ModelShape, list[str]]:
-    """Return the model that a user asked for, and the planner's notes about it.
-
-    `text` may be the path of a `config.json` or of its directory, the name of a model, or a number of parameters such
-    as `7B`.
-    """
+    """Return the model for a known name, the path of a `config.json`, or a number such as `7B`, with notes about it."""
     if (count := parse_count(text)) is not None:
         return _from_count(text, count)
     name, values = _configuration(text)
@@ -30,10 +26,7 @@ def load_model(text: str) -> tuple[ModelShape, list[str]]:
 
 
 def load_config(text: str) -> dict[str, Any] | None:
-    """Return the contents of the `config.json` at a path, or the fields of the known model with this name.
-
-    Return None if `text` is a number of parameters.
-    """
+    """Return the fields of the `config.json` at a path or of a known model, or None for a number of parameters."""
     return None if parse_count(text) is not None else _configuration(text)[1]
 
 
@@ -71,10 +64,7 @@ def _known_name(text: str) -> str | None:
 
 
 def _suggestion(text: str) -> str:
-    """Return a hint that lists the known models with names similar to `text`, the most similar first.
-
-    If no name is similar, the hint lists one model from each family.
-    """
+    """Return a hint that lists known models with similar names or, if there are none, one model of each family."""
     known = {_key(other): other for other in MODELS}
     if close := difflib.get_close_matches(_key(text.rsplit("/", 1)[-1]), known, n=3, cutoff=0.6):
         return "did you mean " + ", ".join(known[key] for key in close)

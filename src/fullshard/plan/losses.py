@@ -115,10 +115,7 @@ def held_width(job: Job) -> int:
 
 
 def loss_note(model: ModelShape, job: Job) -> str:
-    """Return a note that states how the loss is computed and how much memory it takes.
-
-    Return an empty string if the model has no vocabulary.
-    """
+    """Return a note that states how the loss is computed and how much memory it takes, or an empty string."""
     if not model.vocab:
         return ""
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)

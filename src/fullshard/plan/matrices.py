@@ -71,45 +71,32 @@ class MatrixWork:
         return (self.dealing.replicate_size - 1) * self.numel * _ITEMSIZE / self.ranks
 
     def links(self, ranks_per_host: int) -> list[tuple[float, float]]:
-        """Return the traffic on the busiest device's links, once for each exchange between shards and owners.
-
-        Each pair holds the bytes inside the host and the bytes between hosts.
-        """
+        """Return the bytes on the busiest device's links within a host and between hosts, for each exchange."""
         dealing = self.dealing
         busiest = [max(dealing.of_ranks(dealing.arriving, exchange)) * _ITEMSIZE for exchange in dealing.exchanges]
         return [exchanged(n, dealing.shard_size, stride=1, ranks_per_host=ranks_per_host) for n in busiest]
 
     def replica_links(self, ranks_per_host: int) -> tuple[float, float]:
-        """Return the traffic between replicas on the busiest device's links, for all exchanges together.
-
-        The pair holds the bytes inside the host and the bytes between hosts.
-        """
+        """Return the bytes between replicas on the busiest device's links, within a host and between hosts."""
         shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
         return exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
 
 
 def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> MatrixWork | None:
     """Assign a model's matrices to the ranks that update them. Return None if no matrix is trained."""
-    matrices: list[Matrix] = []
-    number = 0
-    for shapes, unit in zip(model.units, layout.units, strict=True):
-        buckets = grouped(shapes.parameters, dtypes)
-        for parameters, bucket in zip(buckets, unit.buckets, strict=True):
-            for index, parameter in enumerate(parameters):
-                if is_matrix(parameter):
-                    matrices += matrices_in(number, bucket.layout, index, flatten=False)
-            number += 1
+    layouts, matrices = [bucket.layout for bucket in layout.buckets], list[Matrix]()
+    groups = [group for unit in model.units for group in grouped(unit.parameters, dtypes)]
+    for number, (parameters, bucket) in enumerate(zip(groups, layouts, strict=True)):
+        for index, parameter in enumerate(parameters):
+            if is_matrix(parameter):
+                matrices += matrices_in(number, bucket, index, flatten=False)
     if not matrices:
         return None
-    layouts = [bucket.layout for bucket in layout.buckets]
     return MatrixWork(deal(layouts, matrices, replicate_size=layout.replicate_size, shard_size=layout.shard_size))
 
 
 def is_matrix(parameter: ParameterShape) -> bool:
-    """Return whether the optimizer updates a parameter as a whole matrix.
-
-    Hidden, adapter and expert weights are updated in this way, but the embedding and the head are not.
-    """
+    """Return whether the optimizer updates a parameter as a whole matrix. Embeddings and heads are not matrices."""
     if not parameter.trainable or parameter.role in ("embedding", "head") or len(parameter.shape) < 2:
         return False
     return "embed" not in parameter.name and 1 not in matrix_shape(parameter.shape, flatten=False)[1:]

@@ -152,13 +152,8 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
     # Shards are written from their own memory; a state dict gathers one parameter at a time.
     largest = max(b.layout.largest_numel * b.value_itemsize for b in setting.layout.buckets)
     phases["save"] = {**ledger.rest, "gathered units": largest}
-    order = ("load", "forward", "backward", "optimizer", "save")
     return Memory(
-        {
-            phase: {n: phases[phase][n] for n in CATEGORIES if phases[phase].get(n)}
-            for phase in order
-            if phase in phases
-        },
+        {phase: {name: held[name] for name in CATEGORIES if held.get(name)} for phase, held in phases.items()},
         timeline,
         *_host(setting, ranks_per_host),
         checkpoint=_checkpoint(setting),
@@ -218,10 +213,7 @@ class _Ledger:
         return dict(self.now)
 
     def apply(self, event: Event) -> list[dict[str, int]]:
-        """Apply an event and return the resulting states of the ledger.
-
-        If the event needs more memory for a moment, the first state contains this short-lived peak.
-        """
+        """Apply an event and return the resulting states of the ledger. The first may be a short-lived peak."""
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
@@ -300,35 +292,23 @@ class _Ledger:
         return moments + self._for_a_moment({"activations": working})
 
     def _leave_loss(self) -> list[dict[str, int]]:
-        """Return the ledger's state at the memory peak of the loss's backward.
-
-        Afterwards, the ledger contains what is still allocated when the head's backward begins.
-        """
+        """Return the memory peak of the loss's backward, and reduce the ledger to what is left after it."""
         self.now["logits"] = self.logits.loss
         moments = [self.nbytes]
         self.now["logits"] = self.logits.head
         return moments
 
     def _temporary(self, unit: UnitLayout, layer: LayerActivations) -> int:
-        """Return the bytes of a layer's largest temporaries.
-
-        They are needed either between two matrix products, or during a product whose 4-bit weight is unpacked.
-        """
+        """Return the bytes of a layer's largest temporaries: between products, or while a 4-bit weight is unpacked."""
         return max(layer.working, layer.in_product + self._dequantised(unit))
 
     def _dequantised(self, unit: UnitLayout) -> int:
-        """Return the size in bytes of the unit's largest 4-bit weight after its layer has unpacked it.
-
-        The layer unpacks the weight to the compute dtype. Each packed byte holds two elements.
-        """
+        """Return the bytes of the unit's largest 4-bit weight, two elements per byte, unpacked to the compute dtype."""
         packed = [b.layout.largest_numel for b in unit.buckets if b.dtype == "uint8" and b.form is None]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)
 
     def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:
-        """Allocate the buffers in which a unit's gradients are collected for reduction.
-
-        They are allocated when the first gradient arrives, while that gradient is still in memory.
-        """
+        """Allocate the buffers for a unit's gradients. Its first gradient is in memory at the same time."""
         if not unit.trainable:
             return [self.nbytes]
         is_first = unit.name not in self.collecting
@@ -381,10 +361,7 @@ class _Ledger:
         return moments + self._accumulate_early()
 
     def _accumulate_early(self) -> list[dict[str, int]]:
-        """Add completed gradients to the main gradient and free them, without waiting for the end of backward.
-
-        A gradient is complete when it has been reduced along both axes. Do nothing if there is no main gradient yet.
-        """
+        """Add completed gradients to the main gradient, if there is one, without waiting for the end of backward."""
         if not self.has_main_gradient or self._steps_in_backward:
             return []
         layout, moments = self.setting.layout, []
@@ -396,10 +373,7 @@ class _Ledger:
         return moments
 
     def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
-        """Reduce a gradient's memory to this rank's interval, because its reduction has finished.
-
-        The interval is copied out and the buffer is freed, or the interval stays in its buffer.
-        """
+        """Reduce a gradient's memory to this rank's interval, which is copied out or stays in the buffer."""
         bucket = gradient.bucket
         summing = {"reduce buffers": self.setting.summing_nbytes(bucket)}
         moments = self._for_a_moment(summing)[:1]
@@ -415,10 +389,7 @@ class _Ledger:
         return moments
 
     def _stays(self, bucket: CountedBucket) -> bool:
-        """Return whether the buffer of the unsharded gradient stays allocated after the reduction.
-
-        This is the case if the ranks' gradients are summed in place in shared memory.
-        """
+        """Return whether the unsharded gradient stays allocated, because it was summed in place in shared memory."""
         is_cast = self.setting.collected_dtype(bucket) != bucket.reduce_dtype
         return self.setting.route.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
 
@@ -428,19 +399,13 @@ class _Ledger:
 
     @property
     def _steps_in_backward(self) -> bool:
-        """Return whether the optimizer steps during the current backward pass.
-
-        This is only possible in the last backward pass of a step.
-        """
+        """Return whether the optimizer steps during this backward pass, which must be the last one of the step."""
         job = self.setting.job
         is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == self.micro_batches - 1
         return job.schedule.steps_in_backward and is_last
 
     def _finish(self) -> list[dict[str, int]]:
-        """Finish all reductions that are still running.
-
-        This happens at the first event after which all of them are known to be complete.
-        """
+        """Finish all running reductions, at the first event after which all of them are known to be complete."""
         self._leave_backward()
         moments = [moment for gradient in self.launched for moment in self._accumulate(gradient)]
         self.now["gradients"] -= self.leaving
@@ -529,10 +494,7 @@ class _Ledger:
 
 
 def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
-    """Return the bytes at the peak of loading, by category.
-
-    Units are materialized one at a time. The root is materialized last, when all other units are already sharded.
-    """
+    """Return the bytes at the peak of loading. Units are materialized one at a time, and the root last."""
     nbytes = dict(at_rest)  # the first step creates the optimizer's state, but a resumed run already has it
     whole = max(sum(b.layout.full_numel * b.value_itemsize for b in unit.buckets) for unit in setting.layout.units)
     if setting.layout.shard_size > 1:
@@ -543,10 +505,8 @@ def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
 def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     """Return a host's bytes for loading with fullshard, for loading with Transformers, and for training.
 
-    With Transformers, every process reads the complete model in its stored dtype. With fullshard, a process reads only
-    its interval of one parameter at a time. It reads the complete parameter if that is quantised during loading
-    (`checkpoint/pretrained`). Offloaded state stays in host memory during training. Buffers that are copied to or from
-    the device are page-locked.
+    With Transformers, every process reads the complete model. With fullshard, it reads its interval of one parameter at
+    a time, or all of a parameter that is quantised. Buffers that are copied to or from the device are page-locked.
     """
     buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
     whole = sum(b.layout.numel * (itemsize(b.dtype) if b.form is None else base) for b in buckets)

@@ -76,9 +76,9 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
 def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
     """Return the targets of adapters: names of linear layers, and names of expert parameters with factors for the rank.
 
-    Users name the experts' projections and the router as in the published model. Like PEFT, this function applies these
-    names to the parameters into which Transformers converts them, even if other layers have the same names. If two
-    projections are merged into one parameter, the adapter of that parameter has twice the rank.
+    Like PEFT, apply the published names of experts' projections and the router to the parameters into which
+    Transformers converts them, even if other layers have these names. A parameter that merges two projections has twice
+    the rank.
     """
     names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
     converted = dict(model.converted_targets)
@@ -100,10 +100,7 @@ def _targets(model: ModelShape, job: Job) -> tuple[set[str], dict[str, int]]:
 
 
 def form_of_files(model: ModelShape, job: Job) -> str:
-    """Return the form in which the published files store quantised weights, if the job keeps them in it.
-
-    Return an empty string otherwise. `from_pretrained` keeps this form for the frozen weights of LoRA.
-    """
+    """Return the form of the published files if LoRA keeps its frozen weights in it, or an empty string."""
     return model.published_as if job.method == "lora" and job.quantize is None and job.base_dtype is None else ""
 
 
@@ -142,10 +139,7 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 
 
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
-    """Return the form in which fullshard stores a quantised weight.
-
-    Return an empty string if the weight is not quantised, or is stored by a layer of bitsandbytes.
-    """
+    """Return the form in which fullshard stores a quantised weight, or an empty string if fullshard does not."""
     is_matrix = _is_matrix(model, unit, parameter)
     if not _is_reached(parameter, is_matrix=is_matrix):
         return ""
@@ -155,10 +149,7 @@ def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Jo
 
 
 def _is_reached(parameter: ParameterShape, *, is_matrix: bool) -> bool:
-    """Return whether quantisation applies to a parameter: a large weight of a linear layer or a convolution.
-
-    It also applies to a stack of such weights, but not to an embedding.
-    """
+    """Return whether a parameter is quantised: a large weight of a linear layer or convolution, or a stack of them."""
     name, shape = parameter.name, parameter.shape
     is_stack = parameter.role == "other" and ((len(shape) > 2 and shape[0] > 1) or is_stacked(name, shape))
     return (is_matrix or is_stack) and not why_small(name, shape)
@@ -169,11 +160,7 @@ def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) ->
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:
-    """Yield the tensors in which bitsandbytes stores a weight of 4 bits.
-
-    Each byte of the packed weight holds two elements. Each block has a scale of one byte, and each block of scales has
-    a scale of 4 bytes.
-    """
+    """Yield the tensors in which bitsandbytes stores a weight of 4 bits, with one-byte scales and scales of scales."""
     scales = math.ceil(weight.numel / NF4_BLOCK)
     packed = dataclasses.replace(weight, shape=(math.ceil(weight.numel / 2), 1), dtype="uint8", exact=True)
     yield packed

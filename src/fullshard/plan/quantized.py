@@ -26,10 +26,7 @@ def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def why_small(name: str, shape: tuple[int, ...]) -> str:
-    """Return the reason why a weight is not worth quantising, or an empty string if it is worth quantising.
-
-    Small weights and the weights of routers are not.
-    """
+    """Return the reason why a weight (a small one, or a router's) is not worth quantising, or an empty string."""
     if len(shape) < 2 or math.prod(shape) // max(1, *shape) < _FEW:
         return "small ones"
     modules = name.split(".")[:-1]
@@ -37,10 +34,7 @@ def why_small(name: str, shape: tuple[int, ...]) -> str:
 
 
 def shares(part: Mapping[str, int], whole: int) -> str:
-    """Return a text that lists each part with its number of elements and its share of the whole.
-
-    The keys of `part` are the names of the parts.
-    """
+    """Return a text that lists each part with its number of elements and its share of the whole."""
     each = (f"{what} {format_count(numel)} ({numel / max(1, whole):.1%})" for what, numel in part.items())
     return ", ".join(each) or "nothing"
 
@@ -101,10 +95,7 @@ class Conversion:
 
     @property
     def said_of_adapters(self) -> str:
-        """A message that states how many weights have no adapter, and why.
-
-        It is empty if adapters reach all weights.
-        """
+        """A message that states how many weights have no adapter, and why. It is empty if there are none."""
         if not self.unadapted:
             return ""
         return (

@@ -103,10 +103,7 @@ def _rest_table(plan: Plan) -> Table:
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
-    """Return a table that compares plans, with one row for each.
-
-    A column is omitted if all plans have the same value in it, because the report of the plan above shows that value.
-    """
+    """Return a table with one row for each plan. Columns with the same value in all rows are omitted."""
     rows = [_front_row(plan) for plan in plans]
     numbers = ("GiB", "tokens/s", "MFU")
     heads = [head for head in rows[0] if head in numbers or len({row[head] for row in rows}) > 1]
@@ -154,14 +151,11 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "available": plan.cluster.device.memory,
             "expected": plan.expected,
         },
-        "traffic": {
-            **_picked(
-                plan.traffic,
-                "gather=gather_nbytes reduce=reduce_nbytes replicate=replicate_nbytes tiles=tiles_nbytes cp=cp_nbytes "
-                "sp=sp_nbytes ep=ep_nbytes gathers "
-                "reductions to_device=to_device_nbytes to_host=to_host_nbytes",
-            ),
-        },
+        "traffic": _picked(
+            plan.traffic,
+            "gather=gather_nbytes reduce=reduce_nbytes replicate=replicate_nbytes tiles=tiles_nbytes cp=cp_nbytes "
+            "sp=sp_nbytes ep=ep_nbytes gathers reductions to_device=to_device_nbytes to_host=to_host_nbytes",
+        ),
         "at_rest": None if plan.at_rest is None else dataclasses.asdict(plan.at_rest),
         "matrices": None
         if plan.setting.matrices is None
@@ -179,10 +173,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
 
 
 def _picked(thing: object, names: str) -> dict[str, Any]:
-    """Return a dict of attributes of an object, whose names are separated by spaces in `names`.
-
-    `key=attribute` stores an attribute under another key.
-    """
+    """Return a dict of the attributes in `names`, separated by spaces. `key=attribute` stores one under another key."""
     pairs = (word.partition("=") for word in names.split())
     return {key: getattr(thing, attribute or key) for key, _, attribute in pairs}
 
@@ -205,10 +196,7 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
 
 
 def for_the_script(job: Job) -> str:
-    """Return text that lists the settings of a plan that are not in its configuration.
-
-    The training script must make these settings itself.
-    """
+    """Return text that lists the settings of a plan that the training script must make itself."""
     ours, plain = job.of_the_run(), job.__class__.model_fields
     values = {name: value for name, value in job.model_dump().items() if name not in ours}
     named = {n: v for n, v in values.items() if n in ("micro_batch", "seq_len", "optimizer") or v != plain[n].default}

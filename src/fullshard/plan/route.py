@@ -15,13 +15,7 @@ class Route(Enum):
 
     @staticmethod
     def of(ranks: int, *, on_cpu: bool, per_host: int | None) -> Route:
-        """Return how the ranks of a group communicate.
-
-        Args:
-            ranks: number of ranks in the group.
-            on_cpu: whether the tensors are in host memory.
-            per_host: number of the group's ranks on one host, or None if they cannot share memory.
-        """
+        """Return how `ranks` ranks communicate. `per_host` of them are on one host, or None without shared memory."""
         if ranks == 1:
             return Route.NONE
         if not on_cpu:
@@ -35,10 +29,7 @@ class Route(Enum):
 
     @property
     def widens(self) -> bool:
-        """Return whether the reduction itself casts gradients to the dtype of the sum.
-
-        Gradients are then collected in their original dtype.
-        """
+        """Return whether the reduction itself casts gradients, which are then collected in their original dtype."""
         return self is Route.SHARED_MEMORY
 
     @property

@@ -144,10 +144,7 @@ class _Search:
         return sorted([*found, *self._tuned(found[:3])], key=_fastest_first)
 
     def _first(self) -> Iterator[_Candidate]:
-        """Yield the candidates with which the search starts. They use no memory-saving options.
-
-        They combine all meshes, checkpointing modes and micro-batch sizes that can fit when such options are added.
-        """
+        """Yield all meshes, checkpointing modes and batch sizes that can fit once memory-saving options are added."""
         job, fixed = self._job, self._fixed
         kinds = ("none", "full") if job.compile else ("none", "selective", "full")
         loss = {} if "loss" in fixed else {"loss": "eager"}
@@ -214,10 +211,7 @@ class _Search:
         return Job.of(values)
 
     def _candidate(self, way: Mapping[str, Any], saving: frozenset[str]) -> _Candidate | None:
-        """Estimate the speed and memory of a candidate from models with few layers.
-
-        Return None if the options cannot be combined.
-        """
+        """Estimate a candidate's speed and memory from few layers. Return None if the options cannot be combined."""
         try:
             job = self._job_of(way, saving)
             plans = [(share, evaluate(model, job, self._cluster)) for share, model in self._models]
@@ -240,10 +234,7 @@ class _Search:
                     yield plan
 
     def _tuned(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """Yield variants of plans that are faster.
-
-        A variant makes embeddings separate units, or keeps as many units unsharded as the margin allows.
-        """
+        """Yield faster variants of plans, with embeddings as units or with more units that stay unsharded."""
         for plan in plans:
             if "embeddings" in self._saving and not plan.job.wrap_embeddings:
                 values = {**plan.job.model_dump(), "wrap_embeddings": True}
@@ -262,10 +253,7 @@ class _Search:
 
 
 def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
-    """Return models with few layers, each with its weight in the extrapolation to the complete model.
-
-    If the model is small or irregular, return only the model itself.
-    """
+    """Return models with few layers and their weights in the extrapolation, or only the model if it is irregular."""
     layers = [unit for unit in model.units if unit.block is not None]
     # An encoder and a decoder are two parts, which are shortened in the same way.
     parts = [list(part) for _, part in itertools.groupby(layers, lambda unit: unit.name.rstrip("0123456789"))]

@@ -41,10 +41,7 @@ class PlanSetting:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Return whether gradients are reduced in every micro-batch.
-
-        If not, unsharded gradients stay allocated until the last micro-batch of the step.
-        """
+        """Return whether gradients are reduced in every micro-batch, and not only in the last one of a step."""
         return self.job.sync_each_micro_batch and not self.layout.keeps_gradients
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
@@ -74,10 +71,7 @@ class PlanSetting:
         return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
     def copies_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the bytes of a bucket's permanent copies in the compute dtype.
-
-        If ranks share memory, these copies exist in addition to the main weights.
-        """
+        """Return the bytes of a bucket's permanent copies in the compute dtype, which exist if ranks share memory."""
         if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype or bucket.form is not None:
             return 0
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)

@@ -94,10 +94,7 @@ class Adapters:
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
-        """Return the adapters among a layer's parameters, or None if there are none.
-
-        They are recognised by the names that PEFT gives them.
-        """
+        """Return the adapters among a layer's parameters, recognised by PEFT's names, or None if there are none."""
         parameters = list(parameters)
         folded = {_module_of(p.name.rpartition(".")[0]) for p in parameters if p.folded_rank}
         adapters = [p for p in parameters if ".lora_" in p.name]
@@ -242,10 +239,7 @@ class ModelShape:
 
     @property
     def positions(self) -> int | None:
-        """The maximum sequence length if the model has a table of positions, and otherwise None.
-
-        Some tables have two additional rows for padding, which are not counted.
-        """
+        """The number of rows in the model's table of positions, without those for padding, or None without a table."""
         for parameter in self.parameters:
             if parameter.name.endswith(_POSITIONS):
                 rows = parameter.shape[-2]

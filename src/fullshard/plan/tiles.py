@@ -107,18 +107,12 @@ def messages_of_layer(block: Block, job: Job) -> tuple[int, int]:
 
 
 def messages_of_head(model: ModelShape, job: Job) -> tuple[int, int]:
-    """Return the bytes of the messages for the head, in forward and in backward.
-
-    Forward gathers the logits. Backward reduces the gradient of the head's input.
-    """
+    """Return the bytes of the head's messages: the gathered logits, and the reduced gradient of the head's input."""
     width = job.tokens * itemsize(job.compute_dtype)
     return width * model.vocab, width * 2 * model.hidden
 
 
 def sent_nbytes(model: ModelShape, job: Job) -> int:
-    """Return the bytes that a rank sends within its tensor-parallel group in a step.
-
-    An all-reduce sends twice as much as an all-gather.
-    """
+    """Return the bytes that a rank sends within its tensor-parallel group in a step."""
     layers = sum(2 * sum(messages_of_layer(block, job)) for block in model.blocks)
     return (layers + sum(messages_of_head(model, job))) * (job.tp - 1) // job.tp * job.accumulation

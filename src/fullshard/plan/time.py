@@ -121,10 +121,7 @@ class StepTime:
 
     @property
     def mfu_unmasked(self) -> float:
-        """Model FLOP utilisation, with the masked part of attention counted too.
-
-        This is how PaLM's appendix B and most papers count.
-        """
+        """Model FLOP utilisation as most papers count it, with the masked part of attention (PaLM, appendix B)."""
         return (self.model_flops + self.masked_flops) / self.total / self.peak_flops
 
 
@@ -251,20 +248,12 @@ class _Clock:
         return self.copied[way]
 
     def _collective(self, nbytes: int, ranks: int, *, after: float = 0.0) -> float:
-        """Return the time at which an all-gather or reduce-scatter of `nbytes` will be complete if it is issued now.
-
-        It starts no earlier than at the time `after`. Of the shard group, `ranks` take part: all of them, or those that
-        hold the same experts.
-        """
+        """Return when an all-gather or reduce-scatter over `ranks` ranks of the shard group will be complete."""
         stride = self.setting.job.tp * (self.setting.layout.shard_size // ranks)
         return self._send(nbytes, ranks, stride=stride, times=1, after=after)
 
     def _exchange_tiles(self, unit: UnitLayout, way: int) -> None:
-        """Advance the clock to the end of the messages between tensor-parallel ranks.
-
-        Computation waits for them, because the next product needs the result. `way` is 0 in the unit's forward and 1 in
-        its backward.
-        """
+        """Advance to the end of a tensor-parallel message. `way` is 0 in the unit's forward and 1 in its backward."""
         job, model = self.setting.job, self.setting.model
         if job.tp > 1 and unit.block is not None:
             self._wait(self._send(messages_of_layer(unit.block, job)[way], job.tp, stride=1, times=2))
@@ -284,10 +273,7 @@ class _Clock:
             self.host = max(self.host, self.now)  # it has waited for the number of tokens
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
-        """Return the time at which a message between `ranks` ranks will be complete if it is issued now.
-
-        The rank numbers are `stride` apart, which determines whether some of the ranks share a host.
-        """
+        """Return when a message between ranks whose numbers are `stride` apart will arrive if it is issued now."""
         if ranks == 1 or nbytes == 0:
             return self.now
         inside, across = self.cluster.device.link_seconds(
@@ -296,10 +282,7 @@ class _Clock:
         return self._on_wire(inside, across, times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY, after)
 
     def _on_wire(self, inside: float, across: float, latency: float, after: float = 0.0, *, ago: float = 0.0) -> float:
-        """Return the time at which a message will be complete that takes these seconds on each kind of link.
-
-        It was issued `ago` seconds before now, during the computation that has just ended.
-        """
+        """Return when a message with these seconds per kind of link will arrive, issued `ago` seconds before now."""
         seconds = max(inside, across) + latency
         self.communication += seconds
         if self.cluster.device.is_cpu and not across:

@@ -45,10 +45,7 @@ _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 
 
 def forward_flops(unit: UnitShape, job: Job, *, load: float = 1.0) -> float:
-    """Return the FLOP of one unit's forward for one micro-batch, without those of attention.
-
-    `load` is the number of tokens of this rank's experts, divided by the average over all ranks.
-    """
+    """Return the FLOP of one unit's forward without attention. `load` is that of this rank's experts (`Job.load`)."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -66,10 +63,7 @@ def forward_flops(unit: UnitShape, job: Job, *, load: float = 1.0) -> float:
 
 
 def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
-    """Return the seconds of a layer's attention for one micro-batch, in forward and in backward.
-
-    Backward does not include recomputation.
-    """
+    """Return the seconds of a layer's attention for one micro-batch, in forward and in backward."""
     way = what_runs(block, job, device)
     dtype = "float32" if way == "math" else job.compute_dtype
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
@@ -198,10 +192,7 @@ def backward_factor(unit: UnitShape) -> float:
 
 
 def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
-    """Return the seconds in which selective checkpointing recomputes attention.
-
-    The output of attention is only kept if a single kernel computes it. Otherwise, attention is recomputed.
-    """
+    """Return the seconds in which selective checkpointing recomputes attention that no single kernel computes."""
     if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
         return 0.0
     passes = 0.0 if device.is_cpu else passes_over_scores(block, job, device)[0] * job.tokens / device.memory_speed
@@ -225,10 +216,7 @@ def step_decoding_seconds(setting: PlanSetting, events: Iterable[Event]) -> floa
 
 
 def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
-    """Return the seconds that it takes to decode the codes of a unit.
-
-    The codes are read and the values are written. Some forms also need a float32 intermediate.
-    """
+    """Return the seconds for decoding a unit, which reads codes and writes values, for some forms in float32 first."""
     moved = sum(
         b.main_nbytes * b.layout.world_size + b.full_nbytes + _BESIDES.get(b.form.name, 0) * b.layout.full_numel
         for b in unit.coded
@@ -253,24 +241,16 @@ def last_product(unit: UnitShape, job: Job) -> float:
 
 
 def copied_once_seconds(setting: PlanSetting) -> float:
-    """Return the seconds of those offload transfers over PCIe that happen once per step.
-
-    All other transfers are run on the clock, which overlaps them with computation.
-    """
-    seconds = 0.0
-    for bucket in setting.layout.buckets:
-        if bucket.main_is_on_host and not bucket.is_gathered_from_host:
-            seconds += bucket.compute_shard_nbytes / PCIE
+    """Return the seconds of the PCIe transfers that happen once per step. All others are run on the clock."""
+    copied = [b for b in setting.layout.buckets if b.main_is_on_host and not b.is_gathered_from_host]
+    nbytes: float = sum(bucket.compute_shard_nbytes for bucket in copied)
     if setting.on_host.optimizer_state and not setting.on_host.main_weights:
-        seconds += 2 * of_parameters(setting, OptimizerRow.state_nbytes) / PCIE
-    return seconds
+        nbytes += 2 * of_parameters(setting, OptimizerRow.state_nbytes)
+    return nbytes / PCIE
 
 
 def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
-    """Return the seconds that the optimizer's step takes.
-
-    The step reads and writes weights, gradients and state in device memory or, if they are offloaded, in host memory.
-    """
+    """Return the seconds of the optimizer's step, whose memory is the device's or, with offloading, the host's."""
     device = cluster.device
     bandwidth = device.memory_speed
     if setting.on_host.main_weights:
@@ -282,10 +262,7 @@ def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
-    """Return the seconds that it takes to update complete matrices: the owners' computation and the exchanges.
-
-    The owners compute while the next pieces arrive and the previous results are sent back.
-    """
+    """Return the seconds for updating complete matrices, which owners do while other pieces are being sent."""
     device, exchanges = cluster.device, work.dealing.exchanges
     there = [max(device.link_seconds(*links)) for links in work.links(cluster.per_host)]
     replicas = max(device.link_seconds(*work.replica_links(cluster.per_host))) / len(exchanges)
