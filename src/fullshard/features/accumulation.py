@@ -26,10 +26,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_sync(model: nn.Module) -> Iterator[None]:
-    """Enable gradient reduction inside the block, even if the block is nested in `no_sync`.
-
-    Gradients that were accumulated without reduction are included in the next reduction.
-    """
+    """Enable gradient reduction inside the block, even in `no_sync`, also for gradients that are not reduced yet."""
     with _reducing(model, reduces=True):
         yield
 

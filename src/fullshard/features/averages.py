@@ -74,7 +74,11 @@ class EMA:
         on_meta = next((name for name, p in zip(self._names, self._parameters, strict=True) if p.is_meta), None)
         if on_meta is not None:
             raise LifecycleError(f"EMA: {on_meta} is on the meta device and has no values to average", hint=_ANEW)
-        self._averages = [_copy(_local(p), device) for p in self._parameters]
+        weights = [_local(p).detach() for p in self._parameters]
+        # The eight bits of a bfloat16 cannot represent an update by a thousandth.
+        wider = [torch.float32 if weight.dtype in _HALF else weight.dtype for weight in weights]
+        placed = zip(weights, wider, strict=True)
+        self._averages = [weight.to(device or weight.device, dtype, copy=True) for weight, dtype in placed]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -216,11 +220,6 @@ def _check_decay(decay: float) -> None:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.local if isinstance(parameter, ShardedTensor) else parameter.detach()
-
-
-def _copy(weights: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    # The eight bits of a bfloat16 cannot represent an update by a thousandth.
-    return weights.detach().to(device or weights.device, torch.float32 if weights.dtype in _HALF else None, copy=True)
 
 
 @torch.no_grad()

@@ -148,10 +148,9 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, *, tokens: int
 ) -> torch.Tensor:
-    """Return the summed float32 cross-entropy of the logits `linear(hidden, weight, bias)`, computed in chunks.
+    """Return the summed float32 cross-entropy of `linear(hidden, weight, bias)`, computed `tokens` tokens at a time.
 
-    A chunk has `tokens` tokens. `hidden` has shape (T, hidden size). `labels` has shape (T,), with -100 for tokens that
-    have no target.
+    `hidden` has shape (T, hidden size). `labels` has shape (T,), with -100 for tokens that have no target.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -186,7 +185,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, bias, labels = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = _buffers(ctx.needs_input_grad, hidden, weight, bias)
+        needs, wide = ctx.needs_input_grad, torch.promote_types(weight.dtype, torch.float32)  # for sums over chunks
+        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
         for start in range(0, len(hidden), ctx.tokens):
             rows = slice(start, start + ctx.tokens)
             of_logits = _logits_gradient(functional.linear(hidden[rows], weight, bias), labels[rows], gradient)
@@ -203,18 +205,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _buffers(
-    wanted: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Allocate the requested gradients. Those of weight and bias are summed over chunks, in float32 or wider."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return (
-        torch.empty_like(hidden) if wanted[0] else None,
-        torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
-        torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None,
-    )
 
 
 def _logits_gradient(logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

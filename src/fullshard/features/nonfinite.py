@@ -118,10 +118,7 @@ class NonFiniteGuard(Extension):
         self._ranks |= {self._mesh.rank if group is None else dist.get_global_rank(group, rank) for rank in guilty}
 
     def backward_begins(self) -> None:
-        """Raise an error if the policy is `skip` but an optimizer steps in backward.
-
-        Such an optimizer uses each gradient before all of them are known.
-        """
+        """Raise an error if the policy is `skip`, but an optimizer steps before all gradients are known."""
         self._is_early = self.model.backward.reducer.publishes_early
         if self._is_early and self.policy == "skip":
             raise LifecycleError(
@@ -149,11 +146,7 @@ class NonFiniteGuard(Extension):
         return flag
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Start to send this rank's flag to the other ranks, without waiting.
-
-        A message of an earlier backward can be discarded without waiting for it, because this one contains its
-        information and arrives later.
-        """
+        """Start to send this rank's flag to the other ranks, without waiting. It includes earlier backwards."""
         if used:
             self._announce()
         if self._is_early and (finding := self._find(p.name for p in self.model.parameters())):
@@ -193,10 +186,7 @@ class NonFiniteGuard(Extension):
         return self._alarm
 
     def before_clipping(self) -> None:
-        """Record which gradients on this rank are not finite before they are clipped.
-
-        Clipping makes all of them NaN.
-        """
+        """Record which gradients on this rank are not finite before they are clipped, which makes all of them NaN."""
         if self._names is None and self.is_alarmed:
             self._names = self._look_through()
 
@@ -209,10 +199,7 @@ class NonFiniteGuard(Extension):
         return bad
 
     def _find(self, held: Iterable[str]) -> NonFinite | None:
-        """Return which gradients are not finite now, or None. The script may have repaired some since backward.
-
-        This is a collective if the guard is alarmed. Only then is `held`, the names of parameters, iterated over.
-        """
+        """Return which gradients are not finite now, or None. This is a collective if the guard is alarmed."""
         if not self.is_alarmed:
             return None
         now = self._look_through()
@@ -238,11 +225,7 @@ class NonFiniteGuard(Extension):
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Handle non-finite gradients before the optimizer steps, in the same way on all ranks.
-
-        If the policy is `skip`, set the optimizer's gradients to None, so that the step has no effect. Otherwise, raise
-        `NonFiniteError`.
-        """
+        """Handle non-finite gradients equally on all ranks: drop all gradients (`skip`) or raise `NonFiniteError`."""
         _left_out.discard(optimizer)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # set by a scaler: the optimizer's kernel skips the step

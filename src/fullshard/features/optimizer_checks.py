@@ -45,11 +45,7 @@ class OptimizerCheck(Extension):
     """Checks the optimizers that update one model's parameters."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if the optimizer cannot work with the model's sharded parameters.
-
-        This is the case if it needs complete tensors, or if it needs contiguous memory and a parameter consists of
-        several tensors.
-        """
+        """Raise an error if the optimizer needs complete tensors, or contiguous memory that a parameter lacks."""
         adapter = adapter_of(optimizer)
         if not adapter.works_on_parts:
             _check_whole(type(optimizer))

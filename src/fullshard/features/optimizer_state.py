@@ -51,10 +51,7 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Wrap plain state of a parameter as sharded tensors with the parameter's layout.
-
-    Return it unchanged if the parameter is not sharded, or if the optimizer keeps its state as plain tensors.
-    """
+    """Wrap plain state as sharded tensors, unless the parameter is plain or the optimizer keeps plain state."""
     if isinstance(parameter, ShardedParameter) and not adapter_of(optimizer).keeps_plain_state:
         return _wrapped(optimizer, state, parameter)
     return state

@@ -46,7 +46,7 @@ class SubmoduleEntry(Extension):
 
 
 def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
-    """Add hooks that unshard the unit when a module with some of its parameters is called outside the unit's forward.
+    """Add hooks that unshard the unit when a module with its parameters is called directly.
 
     In units other than the outermost, only embeddings get hooks, as models look up tokens before they call the unit.
     """

@@ -80,10 +80,7 @@ class ConsistencyCheck(Extension):
         self._pace.resume()
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Stop counting time as computing time, and compare the ranks if a comparison is due.
-
-        A comparison is due in the first backward after every `every` steps. It is a collective.
-        """
+        """Stop counting time as computing time. If a comparison is due, compare the ranks, which is a collective."""
         self._pace.pause()
         steps = self.model.steps
         if used and self.every and steps and steps % self.every == 0 and steps != self._done_at:

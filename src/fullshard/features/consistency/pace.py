@@ -36,10 +36,7 @@ class RankPace:
 
 
 def usual_computing(paces: Sequence[RankPace]) -> float:
-    """Return the median computing time of the ranks in seconds.
-
-    For an even number of ranks, this is the smaller of the two middle values.
-    """
+    """Return the median computing time of the ranks in seconds, or the smaller of the two middle values."""
     return statistics.median_low(pace.computing for pace in paces)
 
 
@@ -83,9 +80,6 @@ class Pace:
             self._resumed = None
 
     def take(self) -> list[float]:
-        """Return the median seconds per step of computing, waiting and other work, and discard the recorded steps.
-
-        The values are zero if no step has been recorded.
-        """
+        """Return the median seconds of computing, waiting and other work per recorded step, and discard these steps."""
         steps, self._steps = self._steps, []
         return [statistics.median(part) for part in zip(*steps, strict=True)] or [0.0, 0.0, 0.0]

@@ -216,10 +216,7 @@ def _own(one: _Locals | None, tensor: Any) -> Any:
 
 
 def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the results of a view kernel: views if they are intervals of the flattened tensor.
-
-    Otherwise, the results are read-only copies that become invalid when the tensor changes.
-    """
+    """Return views if they are intervals of the flattened tensor, or else read-only copies (`WholeCopy`)."""
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and first_sharded((args[1:], kwargs)) is None:
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)

@@ -15,10 +15,7 @@ from fullshard.comm.torch_private import Kernel
 
 
 def takes_plain_as_replicated() -> bool:
-    """Return whether torch's `implicit_replication()` is active. Since torch 2.5.
-
-    Torch has no public function for this.
-    """
+    """Return whether torch's `implicit_replication()` is active. Since torch 2.5."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 

@@ -57,10 +57,7 @@ class WholeTensor(_Whole):
 
     @classmethod
     def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
-        """Return `whole` as a `WholeTensor`.
-
-        The caller computed it from tensors that are sharded according to `spec`.
-        """
+        """Return `whole`, which was computed from tensors that are sharded as in `spec`, as a `WholeTensor`."""
         self: WholeTensor = torch_private.wrap(cls, whole, torch_private.layout_from(dtensor_of(whole, spec)))
         self.spec = spec
         return self
@@ -193,20 +190,9 @@ class WholeCopy(_Whole):
         return map_arguments(result, DTensor, lambda view: WholeCopy.of(view, copies[0]))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Check that the copy is still valid, and return the local tensor as torch does.
-
-        This method makes the check itself, because it does not run a kernel.
-        """
+        """Check that the copy is valid, because no kernel runs that would do so, and return the local tensor."""
         self.check_is_current()
         return super().to_local(grad_placements=grad_placements)
-
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Check that the copy is still valid, and return the full tensor as torch does.
-
-        This method makes the check itself, because it does not run a kernel.
-        """
-        self.check_is_current()
-        return super().full_tensor(grad_placements=grad_placements)
 
     def check_is_current(self) -> None:
         """Raise an error if the source has changed since the copy was made."""

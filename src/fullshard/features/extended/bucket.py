@@ -110,10 +110,7 @@ class ExtendedBucket(Bucket):
         return self.buffer.whole_nbytes
 
     def write_back(self) -> None:
-        """Raise an error if the unsharded parameter has changed.
-
-        The extension's tensors cannot be converted back to rows, so the change would be lost.
-        """
+        """Raise an error if the unsharded parameter has changed, because no change can be converted back to rows."""
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
@@ -123,11 +120,7 @@ class ExtendedBucket(Bucket):
             )
 
     def make_gradient(self) -> None:
-        """Prepare the bucket to collect gradients.
-
-        Other buckets check whether forward has replaced a parameter's data. This is not possible here, because the
-        storage of a wrapper tensor does not show it.
-        """
+        """Prepare the bucket to collect gradients. Storages do not show here whether forward has replaced the data."""
         self.gradient = Gradient(self, self.sharded_parameters, storage_id=None)
         self.has_gradient = True
 

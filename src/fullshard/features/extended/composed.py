@@ -33,10 +33,7 @@ class ComposedSpec(ShardSpec):
         self._composition = composition
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the unsharded tensor. This is a collective.
-
-        `local` is this rank's part of the parameter, or of a tensor computed from it.
-        """
+        """Gather the parameter, or a tensor computed from it, from each rank's part. This is a collective."""
         if not isinstance(local, self._composition.kind):
             return super().gather(local)
         wholes = {
@@ -46,10 +43,7 @@ class ComposedSpec(ShardSpec):
         return self._composition.make(wholes, self.shape)
 
     def inner_specs(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, ShardSpec | None]]:
-        """Return the inner tensors of this rank's rows by name, each with its spec.
-
-        The spec is None if the inner tensor is replicated.
-        """
+        """Return the inner tensors of this rank's rows by name, each with its spec, or None if it is replicated."""
         return {
             name: (inner, self._inner_spec(f"{self.name}.{name}", inner, self._composition.shapes[name]))
             for name, inner in inner_tensors(local).items()
@@ -73,10 +67,7 @@ class ComposedSpec(ShardSpec):
 
 
 class ComposedParameter(ShardedParameter):
-    """A sharded parameter whose rows on each rank are an instance of the user's class.
-
-    Its gradient is a plain tensor.
-    """
+    """A sharded parameter whose rows are an instance of the user's class. Its gradient is a plain tensor."""
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
         """Return a `ShardedTensor` with the parameter's layout around this rank's rows, which may be flattened."""

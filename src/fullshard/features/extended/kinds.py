@@ -83,17 +83,11 @@ class Composed(Extended):
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter on the meta device that describes the given one.
-
-        The class is kept, because it contains more information than a shape.
-        """
+        """Return a parameter on the meta device that describes the given one, and that is of the same class."""
         return nn.Parameter(parameter.detach(), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        """Raise an error, because a real composed parameter cannot be part of a unit on the meta device.
-
-        When such a unit is made real, it is filled from plain tensors.
-        """
+        """Raise an error, because a unit on the meta device is filled from plain tensors when it is made real."""
         raise WrapError(
             f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} has values, but other "
             "parameters of its unit are on the meta device",
@@ -110,11 +104,7 @@ class Composed(Extended):
 
 
 class LateProtocol(Extension):
-    """Detects `p._local_tensor.fsdp_pre_all_gather = ...` on a parameter that is already sharded.
-
-    Torch's engine looks up this method before each all-gather, but fullshard looks it up only when it shards a
-    parameter.
-    """
+    """Detects `p._local_tensor.fsdp_pre_all_gather = ...` after sharding, which only torch's engine would look up."""
 
     _sharded: tuple[ShardedParameter, ...] = ()
 

@@ -7,7 +7,7 @@ are compiled and divide a rank's local part into blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,10 +39,7 @@ def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace the optimizer's sharded parameters with plain ones until `take_back`. Return the arguments for `step`.
-
-    If an argument is a closure, the sharded parameters are put back while it runs.
-    """
+    """Replace sharded parameters with plain ones until `take_back`, but not in closures. Return `step`'s arguments."""
     take_back(optimizer)  # in case an earlier step failed
     lent: list[tuple[list[Any], int, ShardedParameter]] = []
     for group in optimizer.param_groups:
@@ -69,10 +66,7 @@ def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 def take_back(optimizer: Any) -> list[tuple[nn.Parameter, ShardedParameter]]:
-    """Put the sharded parameters and their state back in the optimizer.
-
-    Return a (plain, sharded) pair for each parameter that `lend` has replaced. The list is empty if there are none.
-    """
+    """Undo `lend`. Return a (plain, sharded) pair for each parameter that was replaced."""
     found = []
     for members, index, parameter in vars(optimizer).pop(_LENT, ()):
         plain = members[index]
@@ -93,14 +87,15 @@ def is_of(optimizer: torch.optim.Optimizer, package: str) -> bool:
     return any(cls.__module__.partition(".")[0] == package for cls in type(optimizer).__mro__)
 
 
-class Bitsandbytes(OptimizerAdapter):
-    """The adapter for optimizers from bitsandbytes."""
+class _Lending(OptimizerAdapter):
+    """Base class of adapters for the optimizers of a package that updates plain parameters."""
 
-    needs_plain_memory = keeps_plain_state = True
+    package: ClassVar[str]
+    keeps_plain_state = True
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer is from bitsandbytes."""
-        return is_of(optimizer, "bitsandbytes")
+        """Return whether the optimizer is from the package."""
+        return is_of(optimizer, self.package)
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the sharded parameters with plain ones for the step."""
@@ -110,33 +105,24 @@ class Bitsandbytes(OptimizerAdapter):
         """Put the sharded parameters back after the step."""
         take_back(optimizer)
 
-    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
-        """Return why the state cannot be unsharded, or an empty string if the shard size is 1.
 
-        The state consists of codes, and ranks without elements have none.
-        """
+class Bitsandbytes(_Lending):
+    """The adapter for optimizers from bitsandbytes."""
+
+    package, needs_plain_memory = "bitsandbytes", True
+
+    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
+        """Return why the state cannot be unsharded: it consists of codes, and a rank without elements has none."""
         return "stored as codes of this rank's interval, if the interval is not empty" if mesh.shard_size > 1 else ""
 
 
-class Torchao(OptimizerAdapter):
+class Torchao(_Lending):
     """The adapter for optimizers from torchao. Their state dicts can be unsharded."""
 
-    keeps_plain_state = True
-
-    def takes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer is from torchao."""
-        return is_of(optimizer, "torchao")
-
-    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the sharded parameters with plain ones for the step."""
-        return lend(optimizer, args, kwargs)
+    package = "torchao"
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Put the sharded parameters back after the step.
-
-        The optimizer does not update parameters that have no elements on this rank. Their step count is incremented
-        here.
-        """
+        """Put the sharded parameters back. Count the step for those that are empty here, which torchao skips."""
         for plain, parameter in take_back(optimizer):
             if has_stepped and not plain.numel() and parameter.local_grad is not None:
                 keys = list(TORCHAO_SIGNED)[: 3 if optimizer.param_groups[0].get("amsgrad") else 2]
@@ -149,10 +135,7 @@ class Torchao(OptimizerAdapter):
         return kept.dequantize() if type(kept).__name__ in TORCHAO_BITS else kept
 
     def saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with its moments in float32 for a checkpoint.
-
-        Moments that this rank stores as codes are decoded.
-        """
+        """Return the state for a checkpoint, with its moments decoded and in float32."""
         return {key: self.values(kept).float() if key in TORCHAO_SIGNED else kept for key, kept in state.items()}
 
     @torch.no_grad()

@@ -35,10 +35,7 @@ class MatrixPiece:
 
 
 def sent(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-    """Return the pieces of a bucket's matrices that rank `rank` sends, grouped by owner.
-
-    Only matrices that are assigned to the replica `row` are included.
-    """
+    """Return the pieces of a bucket's matrices that `rank` sends to owners in the replica `row`, grouped by owner."""
     by_owner: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
     own = dealing.layouts[bucket].rank_interval(rank)
     for number in dealing.by_bucket[bucket]:
@@ -49,10 +46,7 @@ def sent(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[Matrix
 
 
 def gathered(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-    """Return the pieces of a bucket's matrices that rank `rank` of the replica `row` receives, grouped by source rank.
-
-    These are all pieces of the matrices that it owns.
-    """
+    """Return the pieces of the matrices that `rank` of the replica `row` owns in a bucket, grouped by source rank."""
     by_source: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
     layout = dealing.layouts[bucket]
     for number in dealing.by_bucket[bucket]:
@@ -106,10 +100,7 @@ class WholeMatrices:
         self.dealing = deal(layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size)
 
     def owners(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the owner of each matrix as (replicate rank, shard rank).
-
-        There is one list for each parameter, keyed by parameter id.
-        """
+        """Return the (replicate rank, shard rank) of the owner of each matrix, in lists keyed by parameter id."""
         owners: dict[int, list[tuple[int, int]]] = {key: [] for key in self._first}
         for parameter, owner in zip(self._parameter_of, self.dealing.owners, strict=True):
             owners[id(parameter)].append(owner)

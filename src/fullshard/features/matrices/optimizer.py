@@ -96,10 +96,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 class MatrixAdapter(OptimizerAdapter):
-    """The adapter for a `MatrixOptimizer`.
-
-    It tells the engine which checks and conversions such an optimizer does not need.
-    """
+    """The adapter for a `MatrixOptimizer`, which does not need some of the engine's checks and conversions."""
 
     works_on_parts = needs_plain_memory = True
 
@@ -108,10 +105,7 @@ class MatrixAdapter(OptimizerAdapter):
         return isinstance(optimizer, MatrixOptimizer)
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
-        """Return why the state cannot be unsharded, or an empty string if it can.
-
-        State for matrices is kept only by the ranks that own them.
-        """
+        """Return why the state cannot be unsharded: only owners keep the state for a matrix. Return "" if it can."""
         return "stored by the ranks that own its matrices" if optimizer.keeps_matrices and mesh.world_size > 1 else ""
 
     def is_laid_out(self, optimizer: Any, key: str) -> bool:

@@ -39,10 +39,7 @@ class WeightSource(Values, Protocol):
         """Return whether `read` can supply the values of this parameter."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module whose values the source defines without storing them.
-
-        Return False, without changing the module, if the source does not define them.
-        """
+        """Initialise a module whose values the source defines without storing them, or else return False."""
 
 
 def weight_source(model: nn.Module) -> WeightSource | None:
@@ -119,8 +116,7 @@ def materialize(
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
     """Allocate a module's meta tensors and run `init`. Return False if there are no meta tensors.
 
-    A marker value reveals tensors that `init` skips, which is an error. `own` contains (module id, attribute) pairs of
-    this unit's parameters; tied parameters of other units are not touched.
+    A marker value reveals tensors that `init` skips. `own` has (module id, attribute) of this unit's parameters.
     """
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
     parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]

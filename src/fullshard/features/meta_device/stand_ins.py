@@ -85,11 +85,7 @@ class StandIns:
         )
 
     def settle(self) -> None:
-        """Make the parameters that the modules hold now the originals of the unit.
-
-        The script may have replaced parameters while they were on the meta device. Raise an error if a replacement has
-        another shape or dtype, or if a hook was registered that would never run.
-        """
+        """Make the parameters that the modules hold now the unit's originals. Raise an error if one does not fit."""
         for slot, stand_in in self.entries:
             held, original = _held(slot), slot.parameter
             if (held.shape, held.dtype) != (original.shape, original.dtype):

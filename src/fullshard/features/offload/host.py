@@ -95,10 +95,7 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Return whether host and device have the same type.
-
-        If so, the device of a tensor does not show whether the tensor is on the host.
-        """
+        """Return whether host and device have the same type, so that a tensor's device does not tell them apart."""
         return self._place.type == self._device.type
 
     def is_there(self, tensor: torch.Tensor) -> bool:
@@ -106,10 +103,7 @@ class Host:
         return tensor.device.type == self._place.type
 
     def copy_of(self, flat: torch.Tensor, *, to_host: bool) -> torch.Tensor:
-        """Copy a 1-D tensor to the host or to the device, on the compute stream.
-
-        A copy on the host must not be read before `finish`.
-        """
+        """Copy a 1-D tensor on the compute stream. A copy on the host must not be read before `finish`."""
         return self._like(flat, on_host=to_host).copy_(flat, non_blocking=self._pins)
 
     def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:

@@ -84,10 +84,7 @@ class Pages:
             self._is_watching = True
 
     def turn(self, unit: Unit) -> None:
-        """Start the page of a unit, and start to copy the previous page to the host.
-
-        The new page receives all tensors that are saved from now on.
-        """
+        """Start a unit's page for all tensors saved from now on, and start to copy the previous page to the host."""
         if not self._is_watching:
             return
         self._give_up()
@@ -207,10 +204,7 @@ class Pages:
 
 
 class Page:
-    """The tensors saved between the beginning of one unit and the beginning of the next.
-
-    The page does not keep its blocks alive; the autograd graph does.
-    """
+    """The tensors saved between the beginnings of two units. The autograd graph keeps its blocks alive."""
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number = unit, number

@@ -29,10 +29,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host: Host, way: EventKind) -> None:
-    """Copy optimizer state to the device before a step, or back to the host after it.
-
-    This affects only buckets whose state is kept on the host but updated on the device.
-    """
+    """Copy state that is kept on the host but updated on the device to the device, or back to the host."""
     visiting = {bucket for bucket in buckets if bucket.plan.state_visits_device}
     if not visiting:
         return
@@ -179,11 +176,7 @@ class HostStorage(OneMemory):
         return torch.empty(bucket.plan.main_numel, dtype=bucket.compute_shard_dtype, device=bucket.mesh.device)
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
-        """All-gather a bucket's compute shard.
-
-        If it is on the host, it is copied to the device first. If it is outdated, it is first updated from the main
-        weights.
-        """
+        """All-gather a bucket's compute shard, which is updated if it is outdated and copied to the device first."""
         is_outdated = bucket.compute_shard is not bucket.main and is_changed
         if not (bucket.plan.is_gathered_from_host or is_outdated):
             return super().gather(bucket, exactly=exactly, is_changed=is_changed)
@@ -225,18 +218,12 @@ class HostStorage(OneMemory):
         move_state(optimizer, buckets, self.host, EventKind.TO_DEVICE)
 
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Copy optimizer state back to the host after an update.
-
-        This includes state that was created or loaded on the device.
-        """
+        """Copy optimizer state back to the host, including state that was created or loaded on the device."""
         move_state(optimizer, buckets, self.host, EventKind.TO_HOST)
 
 
 def store_on_host(policy: Any, device: torch.device) -> Storage | None:
-    """Return the storage for an offload policy of fullshard or torch.
-
-    Return None if `policy` is not an offload policy. Torch's policies offload either all shards or nothing.
-    """
+    """Return the storage for an offload policy of fullshard or torch, or None for any other object."""
     wanted = offload_of(policy)
     # FSDP1's policy has no `pin_memory`.
     return None if wanted is None else _storage(wanted, device, getattr(policy, "pin_memory", True), OFFLOAD.read())
@@ -250,10 +237,7 @@ def _storage(wanted: Offload, device: torch.device, pins: bool, mode: str | None
 
 
 def check_offloads_activations(units: int) -> None:
-    """Raise an error if a model with offloaded activations has only one unit.
-
-    Backward would then start with all activations on the device, so nothing would be saved.
-    """
+    """Raise an error if activations are offloaded from a single unit: backward would start with all on the device."""
     if units == 1:
         raise ConfigError(
             "activations are offloaded, but the complete model is one unit, so backward would start with all of them "

@@ -290,10 +290,7 @@ class Coded(ParameterKind):
         return kind_of(parameter, beneath=self).why_not(parameter)
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Raise an error if a marked weight is trainable, or if tensor parallelism splits its blocks.
-
-        The underlying kinds make their own checks.
-        """
+        """Raise an error if a marked weight is trained, if its blocks are split, or if the kind beneath raises one."""
         trained = {id(slot.parameter) for slot in slots if slot.parameter.requires_grad}
         if trained:
             raise WrapError(

@@ -23,10 +23,7 @@ _FP8_MAX = 448.0
 
 
 class Codec:
-    """Base class of codecs, which encode values in one form and decode them.
-
-    Parts are flat tensors in the order of `StoredForm.parts`.
-    """
+    """Base class of codecs, which encode values in one form. Parts are flat, in the order of `StoredForm.parts`."""
 
     def __init__(self, form: StoredForm) -> None:
         self.form = form
@@ -174,11 +171,7 @@ _CODECS: dict[str, type[Codec]] = {
 
 @cache
 def codec(name: str) -> Codec:
-    """Return the codec of the form with this name.
-
-    Raises:
-        ConfigError: The form does not exist.
-    """
+    """Return the codec of the form with this name, or raise `ConfigError` if the form does not exist."""
     return codec_of(form_of(name))
 
 
@@ -188,11 +181,7 @@ def codec_of(form: StoredForm) -> Codec:
 
 
 def bitsandbytes() -> Any:
-    """Return the module `bitsandbytes.functional`.
-
-    Raises:
-        MissingExtraError: bitsandbytes is not installed.
-    """
+    """Return the module `bitsandbytes.functional`, or raise `MissingExtraError` if it is not installed."""
     return import_extra("bitsandbytes.functional", extra="quant", purpose="quantised weights")
 
 

@@ -106,7 +106,8 @@ def weights(
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter, str, str]]:
     """Yield (module, attribute, parameter, layer type, reason to skip it); the reason is empty for weights to mark."""
     of_head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    tables = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters(recurse=False)}
+    embeds = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    tables = {id(p) for m in embeds for p in m.parameters(recurse=False)}
     tables |= set() if of_head is None else set(map(id, of_head.parameters()))
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -141,7 +142,3 @@ def _what(path: str, module: nn.Module, attribute: str, parameter: nn.Parameter)
         return "linear layers"
     is_stack = (len(shape) >= _STACK and shape[0] > 1) or is_stacked(name, shape)
     return "stacked weights" if is_stack else f"{kind}.{attribute}"
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))

@@ -142,10 +142,7 @@ def _not_quantised(path: str, module: nn.Module) -> WrapError:
 
 
 def outline(model: nn.Module) -> None:
-    """Give each weight on the meta device that bitsandbytes will quantise the shape and scales it will have then.
-
-    `expose_scales` can then find the scales, and a model can be partitioned before any of its weights is read.
-    """
+    """Give weights on the meta device that bitsandbytes will quantise the shape and the scales that they will have."""
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
         if is_to_be_quantised(weight) and weight.is_meta:

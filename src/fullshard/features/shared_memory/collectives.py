@@ -171,10 +171,7 @@ class MappedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the unsharded bucket, or 0 while it is freed.
-
-        While it is freed, its memory holds only main weights or copies of them, and is counted as such.
-        """
+        """Return the bytes of the unsharded bucket, or 0 while it is freed and its memory counts as main weights."""
         return self.full.nbytes if self._is_gathered else 0
 
     @property
@@ -198,11 +195,7 @@ class MappedBuffer(FullBuffer):
             self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers
 
     def wait_for_readers(self) -> None:
-        """Wait until the other ranks have read the main weights; see `FullBuffer`.
-
-        If the other ranks read a copy of the main weights, return at once, because only the next gather changes the
-        copy.
-        """
+        """Wait until the other ranks have read the main weights. Do nothing if they read a copy of them."""
         if self.main is not None:
             self._buffers.peers.wait_until(lambda: self._buffers.is_unread(self._number))
 

@@ -22,10 +22,7 @@ from fullshard.features.shared_memory.peers import HOST_NBYTES, Peers
 
 
 class BufferPool:
-    """An allocator of tensors in shared memory, which uses the bytes from `start` on.
-
-    The memory of a tensor is reused after the tensor has been released.
-    """
+    """An allocator of tensors in shared memory from byte `start` on. The memory of released tensors is reused."""
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._memory = memory

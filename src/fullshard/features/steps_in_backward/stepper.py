@@ -95,7 +95,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
             "the host",
             hint="offload only compute shards, or do not use step_in_backward",
         )
-    stepper = _stepper_of(optimizer)
+    stepper = next((h for h in torch_private.step_pre_hooks(optimizer).values() if isinstance(h, Stepper)), None)
     models = [StepsInBackward.of(model) for model in dict.fromkeys(p.bucket.owner.schedule for p in sharded)]
     held = {id(p) for p in sharded}
     if _first_shared(models, held, stepper) is not None:
@@ -116,16 +116,8 @@ def _first_shared(models: Iterable[StepsInBackward], held: set[int], stepper: St
     return next((name for other in others if (name := other.first_among(held)) is not None), None)
 
 
-def _stepper_of(optimizer: optim.Optimizer) -> Stepper | None:
-    hooks = torch_private.step_pre_hooks(optimizer).values()
-    return next((hook for hook in hooks if isinstance(hook, Stepper)), None)
-
-
 def anything_steps_in_backward() -> bool:
-    """Return whether any optimizer was set to step in backward in this process.
-
-    The launcher uses this to print a warning at the end if the user asked for it but no optimizer was set.
-    """
+    """Return whether any optimizer was set to step in backward, which the launcher reports at the end."""
     return _was_asked_for[0]
 
 

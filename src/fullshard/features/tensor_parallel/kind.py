@@ -35,11 +35,7 @@ class TensorParallel(ParameterKind):
         return super().why_not(torch_private.local_of(parameter))
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Raise an error if a DTensor is already split along the axes of the mesh that parameters are sharded along.
-
-        A DTensor over all axes of the mesh in `data` must be replicated along the data axes, including the replicate
-        axes.
-        """
+        """Raise an error if a DTensor is already split along an axis to shard over or along a data axis in `data`."""
         wrong: dict[int, str] = {}
         for slot in slots:
             parameter: Any = slot.parameter
@@ -84,10 +80,7 @@ class TensorParallel(ParameterKind):
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec that combines sharding with the tensor-parallel split of a DTensor.
-
-        If all axes of the DTensor are data axes, return the spec of a plain parameter.
-        """
+        """Return the spec that adds sharding to a tensor-parallel split, or a plain spec if nothing is split."""
         shard = LocalShard.of(slot)
         if not shard.is_beneath:
             return super().spec(slot, mesh, shape, placement, reduction)

@@ -88,11 +88,7 @@ class LocalShard:
         return wrapped(part, self.mesh, [self.placement], self.whole_shape).full_tensor()
 
     def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient that autograd has computed.
-
-        If the gradient is a DTensor with partial sums, this function reduces it, except along data axes, where the
-        engine reduces it later.
-        """
+        """Return this rank's part of a gradient, with partial sums reduced except along data axes."""
         if not isinstance(gradient, DTensor):
             return gradient
         made = enumerate(gradient.placements)
@@ -121,10 +117,7 @@ def wrapped(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 
 class TensorParallelSpec(ShardSpec):
-    """The spec of a tensor that tensor parallelism splits before it is sharded along the shard axis.
-
-    The arguments before `local_shard` are those of `ShardSpec`.
-    """
+    """The spec of a tensor that is sharded within its tensor-parallel part. Its first arguments are `ShardSpec`'s."""
 
     def __init__(self, mesh: Mesh, shape: Sequence[int], *args: Any, local_shard: LocalShard, **options: Any) -> None:
         self._local_shard = shard = local_shard

@@ -9,10 +9,7 @@ from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this fil
 
 
 def groups_of(placement: Placement) -> tuple[int, int] | None:
-    """Return (dim, number of groups) if a placement splits each of several groups along a dim, or else None.
-
-    Since torch 2.6.
-    """
+    """Return (dim, number of groups) if a placement splits several groups along a dim, or None. Since torch 2.6."""
     return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
 
 

@@ -108,10 +108,6 @@ class _ParameterGroup(_View):
     }
 
 
-def _set_auto_reshard(unit: Unit, value: bool) -> None:
-    unit.asked_to_free = None if value else unit.frees_after_forward
-
-
 class _Model(_View):
     """A view of the state that all units of a model share."""
 
@@ -138,7 +134,11 @@ class TorchState(_View):
         "_pre_forward": lambda unit: lambda _module, args, kwargs: (args, kwargs),
         "_post_forward": lambda unit: lambda _module, _args, output: output,
     }
-    SET: ClassVar = {"_auto_reshard_after_forward": _set_auto_reshard}
+    SET: ClassVar = {
+        "_auto_reshard_after_forward": lambda unit, value: setattr(
+            unit, "asked_to_free", None if value else unit.frees_after_forward
+        )
+    }
 
 
 def state_of(module: nn.Module) -> TorchState | None:

@@ -146,10 +146,7 @@ class DesyncDetection(Extension):
     # -- end of backward ----------------------------------------------------------------------------------------
 
     def message(self) -> bytes:
-        """Return nine bytes that summarise what this rank has done since the last optimizer step.
-
-        The units of the last forward are included in the order in which they ran, if their gradients were reduced.
-        """
+        """Return nine bytes that summarise what this rank has done since the last optimizer step."""
         launched = set(self.model.backward.reducer.order.launched)
         self._ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         entered = zlib.crc32(struct.pack(f"={len(self._ran)}I", *[unit.number for unit in self._ran]))

@@ -142,10 +142,7 @@ class Watchdog(Watcher):
         self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        """Also watch waits in these groups, whose ranks belong to the default group.
-
-        An entry is None if this rank has no peers along an axis.
-        """
+        """Also watch waits in these groups. An entry is None if this rank has no peers along an axis."""
         world = dist.group.WORLD
         if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
             return  # ranks of a group implemented in Python may be threads
@@ -207,10 +204,7 @@ class Watchdog(Watcher):
         return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
 
     def reason(self, error: RuntimeError) -> object:
-        """Return the reason why a wait has ended with a torch error.
-
-        torch's error often names only a socket. If the cause is unknown, return the error itself.
-        """
+        """Return the reason why a wait has ended with a torch error, or the error itself if the reason is unknown."""
         why, text = PROGRESS.given_up, str(error)
         with contextlib.suppress(Exception):  # the store may also be gone
             if not why and self._is_in_its_world:
@@ -339,10 +333,7 @@ class Watchdog(Watcher):
         return True
 
     def _given_up_elsewhere(self) -> str:
-        """Return what another rank of this rank's groups gave up for, or an empty string if none has given up.
-
-        Its closed connections do not end waits in shared memory while its process lives.
-        """
+        """Return why another rank of these groups gave up, or "". While it lives, waits in shared memory do not end."""
         text = torch_private.default_store().get(_GIVEN_UP).decode()
         rank = int(text.split()[1]) if text else dist.get_rank()
         is_near = any(rank in dist.get_process_group_ranks(group) for group in list(self.groups))
