@@ -55,10 +55,7 @@ def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
-    """Return the settings for `torch.compile`, keyed by the launcher's option names.
-
-    They come from `plugin`. If it is None, the only setting is `backend`. Return {} if the plugin selects no backend.
-    """
+    """Return the settings for `torch.compile` from `plugin` or else `backend`, under the names of the launcher."""
     if plugin is None:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):

@@ -108,11 +108,7 @@ def _link(mesh: Mesh) -> float:
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds that `work` takes when all ranks start it together.
-
-    This is the median of several rounds after a warm-up. The number of rounds is fixed, because all ranks must run the
-    same number.
-    """
+    """Return the median seconds of several rounds of `work`, as many on every rank, after a warm-up."""
     times = []
     for _ in range(8):
         if dist.is_initialized():

@@ -86,10 +86,7 @@ def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor unchanged, or the local tensor of a DTensor.
-
-    The DTensor must be replicated on every rank.
-    """
+    """Return a plain tensor unchanged, or the local tensor of a DTensor, which must be replicated."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):

@@ -276,10 +276,7 @@ class _Iteration:
     real: Real | None = None
 
     def counts(self, updates: int | None) -> bool:
-        """Return whether an interrupted iteration counts as completed.
-
-        If it does not, the script only peeked at the loader, maybe on this rank alone.
-        """
+        """Return whether an interrupted iteration counts as completed, because the script has not only peeked."""
         return updates is None or updates > (self.begun or 0)
 
 

@@ -84,10 +84,7 @@ def _adapter_layers(module: nn.Module, unit: Any) -> Iterator[tuple[nn.Module, A
 
 
 def _adds_inside(wrapper: Any) -> Any:
-    """Return a replacement for `_activate_lora` of a PEFT layer that adapts the parameter of distributed experts.
-
-    PEFT would parametrize the module before its unit is unsharded, and add values for the experts of all ranks.
-    """
+    """Return a replacement for PEFT's `_activate_lora`, which would add values for the experts of all ranks."""
     active: list[tuple[Any, str]] = wrapper.get_base_layer().__dict__[_ACTIVE]
 
     @contextlib.contextmanager

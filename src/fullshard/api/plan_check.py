@@ -166,10 +166,7 @@ class PlanCheck:
         ]
 
     def _compare_state(self) -> Deviation:
-        """Compare the optimizer state for this model's parameters.
-
-        The optimizer may also hold state for the parameters of other models.
-        """
+        """Compare the optimizer state of this model's parameters."""
         row, groups = self._job.planned_optimizer, self._optimizer.param_groups
         held = {id(p) for group in groups for p in group["params"]}
         matrices = {id(p) for group in groups if group.get("algorithm") != "adamw" for p in group["params"]}
@@ -184,10 +181,7 @@ class PlanCheck:
 
 
 class PlanWatch:
-    """Checks every pair of a model and an optimizer that trains it, and reports through `say` on every rank.
-
-    Each check uses the planned job, except that the optimizer settings are read from the optimizer itself.
-    """
+    """Checks each model with each optimizer that trains it, and reports through `say` on every rank."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say

@@ -70,10 +70,7 @@ class Together(nn.ModuleList):
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything that is saved: the prepared objects without their wrappers, and the step.
-
-    `config` is saved only as information for users.
-    """
+    """Everything that is saved, without wrappers. `config` is saved only as information for users."""
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -166,10 +163,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
 
 
 def number_after(path: Location, config: Any) -> int:
-    """Return the number of the next automatically named checkpoint.
-
-    If `path` is a numbered checkpoint of this project, the next number is larger than its number.
-    """
+    """Return the number of the next automatically named checkpoint, which is larger than that of `path`."""
     match = _AUTOMATIC.fullmatch(path.name)
     is_of_project = config.project_dir is not None and isinstance(path, Path)
     if match and is_of_project and path.resolve().parent == _numbered_folder(config).resolve():
@@ -259,10 +253,7 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
-    """Call the save hooks, and record which files they add, so that a later save may replace these files.
-
-    All ranks must call this.
-    """
+    """Call the save hooks on all ranks. Record which files they add, so that a later save may replace these."""
     ranks = Ranks()
     before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
     call_hooks(hooks, models, [], str(path))

@@ -126,11 +126,7 @@ def shard(
 
 
 def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
-    """Mark the weights that the engine keeps quantised at rest, and report them.
-
-    These are the large weights that bitsandbytes left unquantised in a model that it converted. If `form` is set, also
-    mark all large frozen weights, to be stored in that form.
-    """
+    """Mark the weights to quantise at rest: what bitsandbytes left and, with `form`, all large frozen weights."""
     quantise_rest(model)
     if form is not None:
         say(f"{type(model).__name__}: {quantize(model, form)}")
@@ -243,10 +239,7 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """The changes to the forward of a root module: its autocast and the dtype of its outputs.
-
-    `inner` is the forward that the instance had before, or None if it used the method of its class.
-    """
+    """The changes to a root's forward. `inner` is its earlier forward, or None if that was the method of its class."""
 
     autocast: Callable[[], AbstractContextManager[Any]]
     output_dtype: torch.dtype | None

@@ -233,10 +233,7 @@ def _seeded(order: Any, number: int) -> Iterator[None]:
 
 
 class _IterableShare(Share):
-    """One rank's share of an iterable dataset. A rank that reads the dataset keeps its own part of each round.
-
-    If only rank 0 reads the dataset, it keeps the complete rounds.
-    """
+    """One rank's share of an iterable dataset, or complete rounds if rank 0 reads the dataset for all ranks."""
 
     is_always_even = True
 

@@ -50,10 +50,7 @@ class GradientState(Theirs):  # type: ignore[misc]
 
     @property
     def remainder(self) -> int:
-        """Return the number of real samples in the current step of the innermost loop.
-
-        Return -1 if that step contains no repeated samples.
-        """
+        """Return the number of real samples in the innermost loop's step, or -1 if it has no repeated samples."""
         found = getattr(self.active_dataloader, "remainder", None)
         return -1 if found is None else int(found)
 

@@ -58,10 +58,7 @@ def teach_libraries() -> None:
 
 
 def keep_teaching(accelerator: Any) -> Callable[..., None]:
-    """Replace the functions now, and return a listener that replaces them again at every `prepare`.
-
-    The listener covers libraries that were imported in the meantime.
-    """
+    """Replace the functions now. The returned listener replaces those of libraries that were imported later."""
     teach_libraries()
     return lambda models, optimizers: teach_libraries()
 

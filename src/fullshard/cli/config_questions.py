@@ -55,10 +55,7 @@ class Question(NamedTuple):
 
 
 def interview(hardware: Hardware, reply: Callable[[Question], Any]) -> RunConfig:
-    """Ask every question that applies and return the resulting configuration.
-
-    `reply` returns a valid answer to a question.
-    """
+    """Ask every question that applies through `reply`, and return the resulting configuration."""
     given: dict[str, Any] = {}
     for path, when in _WHEN.items():
         if not when(given):

@@ -64,10 +64,7 @@ def launch(context: typer.Context) -> None:
 
 
 def read_sources(line: CommandLine, environ: Mapping[str, str]) -> list[Reading]:
-    """Read the settings for a command line from its flags, a configuration file, the environment, and Slurm.
-
-    If a flag describes the hosts, the Slurm allocation is ignored entirely.
-    """
+    """Read the settings from flags, a file, the environment and, unless a flag describes the hosts, Slurm."""
     flags = line.readings()
     own = flags[-1]
     if (alone := line.options.get("standalone")) is not None:

@@ -37,10 +37,7 @@ module of a group has a Typer named `app` instead."""
 
 
 class Commands(TyperGroup):
-    """A command group that imports the module of a subcommand only when it is used.
-
-    Importing the modules of all subcommands would double the startup time.
-    """
+    """A command group that imports the module of a subcommand only when it is used, to start in half the time."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

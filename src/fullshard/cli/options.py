@@ -25,10 +25,8 @@ _MOST_CHOICES = 60
 
 def path_word(text: str) -> Path:
     """Parse a path. This is the `parser` of every argument and option that takes a path."""
-    try:
-        return local_path(text)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+    path: Path = _word(local_path, text)
+    return path
 
 
 def _word(read: Callable[[str], Any], text: str) -> Any:
@@ -60,10 +58,7 @@ MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Raise `ConfigError` for arguments (such as file names) that are not valid UTF-8.
-
-    Settings are written to files in UTF-8.
-    """
+    """Raise `ConfigError` for arguments that are not valid UTF-8, because settings are written in UTF-8."""
     for word in words:
         try:
             word.encode()

@@ -60,10 +60,7 @@ class RunRecord:
     events: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps for which the field `name` has a value, and these values.
-
-        If the field has one value per rank, return the largest.
-        """
+        """Return the steps for which the field `name` has a value, and these values, the largest of all ranks."""
         found = []
         for step in self.steps:
             value = step.get(name)

@@ -116,10 +116,7 @@ def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """Load a tokenizer from a directory or the hub.
-
-    Raise `ConfigError` if it has no end-of-text token, because this token separates the documents.
-    """
+    """Load a tokenizer from a directory or the hub. Raise `ConfigError` if it has no token to end documents with."""
     try:
         tokenizer = transformers().AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
@@ -130,10 +127,7 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer, which encodes every text without loss.
-
-    The same documents always give the same tokenizer.
-    """
+    """Train a byte-level BPE tokenizer, which encodes every text without loss, the same for the same documents."""
     library = transformers()  # raises an error that names the extra for both libraries
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -168,10 +162,7 @@ def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, 
 
 
 class PackedSequences:
-    """Splits an array of tokens into sequences of length L.
-
-    Sequence i has the tokens [i*L, (i+1)*L). Its targets are shifted by one token.
-    """
+    """Splits tokens into sequences of length L: number i has the tokens [i*L, (i+1)*L), and targets one token later."""
 
     def __init__(self, tokens: npt.NDArray[Any], seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len
@@ -221,10 +212,7 @@ def micro_batches(
 
 
 class TrainingData(NamedTuple):
-    """Holds the data that a run trains on. `held_out` may be empty.
-
-    If two runs have equal checksums, their tokens are equal.
-    """
+    """Holds the data that a run trains on. Equal checksums mean equal tokens. `held_out` may be empty."""
 
     tokenizer: Any
     train: PackedSequences

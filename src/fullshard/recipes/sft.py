@@ -158,10 +158,7 @@ def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
-    """Load the model's tokenizer, and add the special tokens of the chat format.
-
-    Return the tokenizer, and whether it had to be extended.
-    """
+    """Load the tokenizer, and add the chat format's special tokens. Also return whether it had to be extended."""
     name = arguments.model.model_name_or_path
     hint = "use a Hugging Face directory or a hub name as --model_name_or_path"
     with own_errors(f"cannot read the tokenizer of {name!r}", hint=hint):
@@ -179,10 +176,7 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
 
 
 def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
-    """Load the training data and the evaluation data, with only the columns to train on.
-
-    The evaluation data is None if there is none.
-    """
+    """Load the data for training and, or else None, for evaluation, with only the columns to train on."""
     script, training, path = arguments.script, arguments.training, Path(arguments.script.dataset_name)
     files = {"data_files": str(path)} if path.is_file() else {}
     try:

@@ -179,16 +179,15 @@ class Run:
         return torch.optim.AdamW([matrices, vectors], lr=lr, betas=_ADAM_BETAS)
 
     def loop(self, step: int) -> int:
-        """Run the steps after `step`, and return the number of the last step.
-
-        A signal may end the loop before all steps are done.
-        """
+        """Run the steps after `step`, until a signal at the latest, and return the number of the last step."""
         arguments, skipped, stood_still, stops = self.arguments, 0, 0.0, False
         window, tokens = time.perf_counter(), 0  # for the tokens per second
         first, last = step + 3, step + 5  # the profiled steps: the first two are slow
         profile = ProfileKwargs(output_trace_dir=str(arguments.output_dir / "profile"))
         reset_memory_peak(self.device)
-        with contextlib.ExitStack() as profiled, self._sink(step) as sink:
+        metrics = arguments.output_dir / "metrics.jsonl"
+        sink = JsonlSink(metrics, last_step=step) if self.environment.is_main else None
+        with contextlib.ExitStack() as profiled, nullcontext() if sink is None else contextlib.closing(sink):
             while step < arguments.steps and not stops:
                 step += 1
                 JOURNAL.tell(step)
@@ -218,10 +217,6 @@ class Run:
         if arguments.profile and step < last:
             self.say(f"profile: fewer than three steps, because the run ended after step {step}")
         return step
-
-    def _sink(self, last_step: int) -> contextlib.AbstractContextManager[JsonlSink | None]:
-        path = self.arguments.output_dir / "metrics.jsonl"
-        return contextlib.closing(JsonlSink(path, last_step=last_step)) if self.environment.is_main else nullcontext()
 
     def step(self, step: int) -> Values:
         """Run optimizer step number `step`. All ranks must call this."""
@@ -400,10 +395,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
-        """Return the mean loss over at most the first `limit` sequences, in nats per token.
-
-        All ranks must call this.
-        """
+        """Return the mean loss over at most `limit` sequences, in nats per token. All ranks must call this."""
         indices, total = np.arange(min(limit, len(sequences))), 0.0
         self.model.eval()
         for chunk in np.array_split(indices, math.ceil(len(indices) / self.arguments.batch_size)):
@@ -413,10 +405,7 @@ class Run:
 
 
 def learning_rate(step: int, arguments: TrainArguments) -> float:
-    """Return the learning rate of step `step`, which counts from 1.
-
-    The schedule is a linear warm-up followed by a half cosine down to the lowest rate.
-    """
+    """Return the learning rate of step `step`, counted from 1: a linear warm-up, and then a half cosine down."""
     warmup = arguments.warmup
     if step <= warmup:
         return arguments.lr * step / warmup
@@ -462,10 +451,7 @@ def look_ahead(arguments: TrainArguments) -> list[Location]:
 
 
 def require_same_run(paths: Sequence[Location], arguments: TrainArguments, checksum: int) -> None:
-    """Raise an error if the first checkpoint in `paths` was saved with other data or other settings.
-
-    Rank 0 calls this before anything is written.
-    """
+    """Raise an error if the first checkpoint in `paths` has other data or settings. Rank 0 calls this first."""
     if not paths:
         return
     path, extra = paths[0], read_manifest(paths[0]).states.get("extra")

@@ -92,8 +92,9 @@ def _check_cast(unit: Unit) -> None:
             "optimizer state",
             hint="cast the model before the first step; for mixed precision use mp_policy",
         )
-    hooked = [p.name for slot, p in unit.entries if is_real and _is_hooked(slot.parameter)]
-    if hooked:
+    originals = [(slot.parameter, parameter.name) for slot, parameter in unit.entries if is_real]
+    own, after = torch_private.gradient_hooks, torch_private.accumulated_hooks  # the engine has one hook after
+    if hooked := [name for original, name in originals if own(original) or len(after(original) or ()) > 1]:
         raise LifecycleError(
             f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that had hooks before "
             f"fully_shard: {hooked}",
@@ -125,9 +126,3 @@ def _cast(unit: Unit, fn: Function) -> None:
 def _except(specs: set[ShardSpec], fn: Function) -> Function:
     """Return a function that leaves tensors with one of these specs unchanged and applies `fn` to all others."""
     return (lambda tensor: tensor if getattr(tensor, "spec", None) in specs else fn(tensor)) if specs else fn
-
-
-def _is_hooked(original: torch.Tensor) -> bool:
-    """Return whether an unsharded parameter has hooks in addition to the engine's own hook."""
-    after = torch_private.accumulated_hooks(original) or ()
-    return bool(torch_private.gradient_hooks(original)) or len(after) > 1
