@@ -253,27 +253,17 @@ class ShardedDataLoader(DataLoader[Any]):
 
 @dataclass(slots=True, eq=False)
 class _Iteration:
-    """One iteration over a loader.
-
-    Attributes:
-        loaded: the number of items of the epoch that an earlier run consumed.
-        start: the number of items skipped at the start, because an earlier run consumed them or a script skips them.
-        consumed: the number of items consumed so far, including the skipped ones.
-        begun: the number of optimizer updates when the iteration began, or None if no optimizer was prepared.
-        outer: the iteration that was current when this one began, if it is still running.
-        is_last: whether the current step is the last.
-        real: the real part of the current step if it was filled up.
-    """
+    """One iteration over a loader."""
 
     epoch: int = 0
-    loaded: int = 0
-    start: int = 0
-    consumed: int = 0
-    begun: int | None = None
-    outer: _Iteration | None = None
+    loaded: int = 0  # the number of items of the epoch that an earlier run consumed
+    start: int = 0  # the number of items that are skipped, because an earlier run consumed them or a script skips them
+    consumed: int = 0  # the number of items consumed so far, including the skipped ones
+    begun: int | None = None  # the number of optimizer updates at its beginning, or None if no optimizer was prepared
+    outer: _Iteration | None = None  # the iteration that was current when this one began, if it is still running
     order_number: int = 0
-    is_last: bool = False
-    real: Real | None = None
+    is_last: bool = False  # whether the current step is the last
+    real: Real | None = None  # the real part of the current step if it was filled up
 
     def counts(self, updates: int | None) -> bool:
         """Return whether an interrupted iteration counts as completed, because the script has not only peeked."""

@@ -19,17 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """The real part of a step: everything except the samples that are repeated to fill it up.
+    """The real part of a step: everything except the samples that are repeated to fill it up."""
 
-    Attributes:
-        samples: the number of real samples, which come first.
-        dealt: the number of samples on all ranks, including repetitions, or None if it is unknown.
-        batches: the number of real batches, if complete batches are dealt.
-    """
-
-    samples: int
-    dealt: int | None
-    batches: int | None = None
+    samples: int  # the number of real samples, which come first
+    dealt: int | None  # the number of samples on all ranks, including repetitions, or None if it is unknown
+    batches: int | None = None  # the number of real batches, if complete batches are dealt
 
     def rows(self, gathered: int, ranks: int) -> int:
         """Return how many of the `gathered` rows of a tensor are real.

@@ -79,8 +79,6 @@ class PlanCheck:
 
     Args:
         model: a sharded model. A model has only one event sink, which is this object until the step ends.
-        optimizer: the optimizer of its parameters.
-        job: the planned job.
         is_state_planned: False if the planner does not support the optimizer, so that `job.optimizer` is only a
             placeholder.
         when_done: called with the report in the `optimizer.step()` of that step, before parameters are updated.

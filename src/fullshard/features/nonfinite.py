@@ -38,15 +38,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Describes the non-finite gradients of a step. All ranks get the same description.
+    """Describes the non-finite gradients of a step. All ranks get the same description."""
 
-    Attributes:
-        names: names of the affected parameters, mapped to the kind of value found.
-        ranks: ranks that contributed such values to the sum, as far as they are known.
-    """
-
-    names: Mapping[str, str]
-    ranks: Collection[int]
+    names: Mapping[str, str]  # names of the affected parameters, mapped to the kind of value found
+    ranks: Collection[int]  # ranks that contributed such values to the sum, as far as they are known
 
     def __str__(self) -> str:
         shown = first_of([f"{name} ({kind})" for name, kind in self.names.items()], _SHOWN)

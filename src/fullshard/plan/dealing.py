@@ -86,7 +86,7 @@ class Dealing:
     Attributes:
         layouts: the layouts of the buckets.
         matrices: the matrices in the order of the optimizer's parameters.
-        exchanges: for each exchange, the numbers of the buckets whose pieces are sent together.
+        exchanges: for each exchange, the buckets whose pieces are sent together.
         replicate_size, shard_size: the sizes of the mesh.
         owners: for each matrix, its owner's positions along the replicate axis and the shard axis.
     """

@@ -46,43 +46,27 @@ MARGIN = 0.92
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """The memory and time that one rank spends on quantised weights.
-
-    Attributes:
-        nbytes: bytes of this rank's intervals of all quantised weights.
-        message: bytes that a rank sends to each other rank to unshard the largest unit.
-        whole: bytes of the largest unit while it is unsharded.
-        peak: bytes of the largest unit while it is decoded, including the codes of all ranks.
-        seconds: time that a step spends on decoding.
-    """
+    """The memory and time that one rank spends on quantised weights."""
 
     form: str
-    nbytes: int
-    message: int
-    whole: int
-    peak: int
-    seconds: float
+    nbytes: int  # bytes of this rank's intervals of all quantised weights
+    message: int  # bytes that a rank sends to each other rank to unshard the largest unit
+    whole: int  # bytes of the largest unit while it is unsharded
+    peak: int  # bytes of the largest unit while it is decoded, including the codes of all ranks
+    seconds: float  # time that a step spends on decoding
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All predictions for a model, a job and a cluster. Each prediction is computed on first use.
+    """All predictions for a model, a job and a cluster. Each prediction is computed on first use."""
 
-    Attributes:
-        model: the model that the caller gave, before the training method changed it.
-        setting: the model as it is trained, and its layout.
-        events: the events of a step, or of one micro-batch if every micro-batch is reduced.
-        repeats: number of times that the events occur in a step.
-        kept: number of units that stay unsharded between forward and backward because there is room for them.
-    """
-
-    model: ModelShape
+    model: ModelShape  # the model that the caller gave, before the training method changed it
     job: Job
     cluster: Cluster
-    setting: PlanSetting
-    events: Sequence[Event] = field(repr=False)
-    repeats: int
-    kept: int
+    setting: PlanSetting  # the model as it is trained, and its layout
+    events: Sequence[Event] = field(repr=False)  # the events of a step, or of one micro-batch if each is reduced
+    repeats: int  # number of times that the events occur in a step
+    kept: int  # number of units that stay unsharded between forward and backward because there is room for them
 
     @functools.cached_property
     def memory(self) -> Memory:
@@ -320,15 +304,11 @@ def _without_kernel(plan: Plan, job: Job) -> list[Block]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of settings that makes a plan fit.
-
-    Attributes:
-        cost: the factor by which the change multiplies the time per token. Below 1, training becomes faster.
-    """
+    """A change of settings that makes a plan fit."""
 
     words: str
     plan: Plan
-    cost: float
+    cost: float  # the factor by which the change multiplies the time per token. Below 1, training becomes faster.
 
 
 _Offer = tuple[str, dict[str, Any]]

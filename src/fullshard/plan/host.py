@@ -8,19 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """The assumed costs of issuing work from the host in PyTorch's eager mode, in seconds.
+    """The assumed costs of issuing work from the host in PyTorch's eager mode, in seconds."""
 
-    Attributes:
-        launch: issuing one operation that launches a kernel.
-        view: issuing one operation that launches no kernel, such as a reshape.
-        collective: launching one collective.
-        message: a message between hosts that all ranks wait for. It is multiplied by log2 of the number of ranks.
-    """
-
-    launch: float = 8e-6
-    view: float = 2e-6
-    collective: float = 25e-6
-    message: float = 30e-6
+    launch: float = 8e-6  # issuing one operation that launches a kernel
+    view: float = 2e-6  # issuing one operation that launches no kernel, such as a reshape
+    collective: float = 25e-6  # launching one collective
+    message: float = 30e-6  # a message between hosts that all ranks wait for, times log2 of the number of ranks
 
     def seconds(self, kernels: float, views: float) -> float:
         """Return the seconds that the host needs to issue operations that launch kernels, and views that do not."""

@@ -17,24 +17,16 @@ from fullshard.plan.shapes import Block, ModelShape, ParameterShape
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The buckets of one unit, and the properties that determine when its memory is allocated and freed.
+    """The buckets of one unit, and the properties that determine when its memory is allocated and freed."""
 
-    Attributes:
-        name: the module's qualified name, which is empty for the root.
-        frees_after_forward: whether the unit's unsharded parameters are freed between forward and backward.
-        feeds_units: whether a trainable parameter of the unit (an embedding) is used before the first inner unit.
-        takes_ids: whether the unit's inputs are token ids, which never need a gradient.
-        page_nbytes: bytes of the unit's saved tensors that are in host memory until its backward.
-    """
-
-    name: str
+    name: str  # the module's qualified name, which is empty for the root
     buckets: tuple[CountedBucket, ...]
-    frees_after_forward: bool
-    feeds_units: bool
-    takes_ids: bool
+    frees_after_forward: bool  # whether the unit's unsharded parameters are freed between forward and backward
+    feeds_units: bool  # whether a trainable parameter of the unit (an embedding) is used before the first inner unit
+    takes_ids: bool  # whether the unit's inputs are token ids, which never need a gradient
     block: Block | None
     is_head: bool = False
-    page_nbytes: int = 0
+    page_nbytes: int = 0  # bytes of the unit's saved tensors that are in host memory until its backward
 
     @cached_property
     def full_nbytes(self) -> int:
@@ -83,7 +75,7 @@ class ModelLayout:
     Attributes:
         units: inner units in definition order, with the root last.
         calls: the same units in the order in which their forwards begin, with the root first.
-        returns_head: whether the head is a unit and the root returns its output, so that backward reaches it first.
+        returns_head: whether the head is a unit whose output the root returns, and that backward reaches first.
         keeps_parameters: whether parameters stay unsharded until the optimizer's step.
         keeps_gradients: whether gradients are only reduced with the last micro-batch of a step.
     """

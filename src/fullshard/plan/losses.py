@@ -35,17 +35,11 @@ in float32. `cross_entropy` saves nothing else."""
 
 @dataclass(frozen=True, slots=True)
 class LogitsNbytes:
-    """The memory that the logits and the loss need at different stages of a step, in bytes.
+    """The memory that the logits and the loss need at different stages of a step, in bytes."""
 
-    Attributes:
-        forward: the peak in forward.
-        loss: the peak in the loss's backward.
-        head: bytes when the gradient of the logits has been freed and the gradient of the head's weight is in memory.
-    """
-
-    forward: int
-    loss: int
-    head: int
+    forward: int  # the peak in forward
+    loss: int  # the peak in the loss's backward
+    head: int  # bytes when the gradient of the logits has been freed and the gradient of the head's weight is in memory
 
 
 def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:

@@ -82,22 +82,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One rank's device memory.
+    """One rank's device memory."""
 
-    Attributes:
-        phases: the peak of each phase (load, forward, backward, optimizer, save), by category.
-        host_load: bytes of host memory per host while `fullshard.from_pretrained` reads the weights.
-        host_load_peers: bytes of host memory per host if every process calls Transformers' `from_pretrained` instead.
-        host_steady: bytes of host memory per host during training.
-        checkpoint: bytes on disk for one checkpoint of the whole job.
-    """
-
-    phases: dict[str, dict[str, int]]
+    phases: dict[str, dict[str, int]]  # the peak of each phase (load, forward, backward, optimizer, save), by category
     timeline: list[Moment]
-    host_load: int
-    host_load_peers: int
-    host_steady: int
-    checkpoint: int
+    host_load: int  # bytes of host memory per host while `fullshard.from_pretrained` reads the weights
+    host_load_peers: int  # bytes of host memory per host if every process calls Transformers' `from_pretrained` instead
+    host_steady: int  # bytes of host memory per host during training
+    checkpoint: int  # bytes on disk for one checkpoint of the whole job
 
     @property
     def persistent(self) -> int:

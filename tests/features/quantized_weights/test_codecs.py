@@ -15,6 +15,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.forms import FORMS, form_of
 from fullshard.features.quantized_weights import codecs
 from fullshard.features.quantized_weights.codecs import DoubleFourBits, codec
+from fullshard.features.quantized_weights.coded import CodedInterval
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -160,3 +161,11 @@ def test_an_unknown_name() -> None:
 def test_an_odd_number_of_elements(name: str) -> None:
     parts = codec(name).encode(values(642))
     assert torch.equal(decoded(name, parts, 641, torch.bfloat16), decoded(name, parts, 642, torch.bfloat16)[:641])
+
+
+def test_views_of_codes_have_the_values() -> None:
+    parts = dict(zip((part.name for part in FORMS["fp8"].parts), codec("fp8").encode(values(256)), strict=True))
+    coded = CodedInterval(FORMS["fp8"], parts, torch.empty(256, device="meta"))
+    for view in (coded.view(2, 128), coded.view(2, 128).detach()):
+        assert torch.equal(view.decoded(), coded.decoded().view(2, 128)) and "tensor" in repr(view)
+    assert isinstance(coded.detach(), CodedInterval) and coded.detach().parts == coded.parts

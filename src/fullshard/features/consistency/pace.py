@@ -22,7 +22,6 @@ class RankPace:
     """How one rank spends its time in a step, as medians over several steps.
 
     Attributes:
-        rank: the rank.
         computing: seconds spent in forward and backward, excluding the time spent waiting for other ranks.
         waiting: seconds spent waiting for other ranks.
         elsewhere: all other seconds, such as data loading, the loss, the optimizer, saves, logs and the script's own

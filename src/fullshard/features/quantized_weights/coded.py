@@ -40,7 +40,7 @@ class CodedInterval(CodedPart):
         return self.decoded().clone().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.form.name}, {self.decoded()})"
+        return f"{type(self).__name__}({self.decoded()})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -48,8 +48,8 @@ class CodedInterval(CodedPart):
     ) -> Any:
         """Run a torch operation on the decoded values. Raise `LifecycleError` if it would change them."""
         first = args[0] if args else None
-        if isinstance(first, cls) and func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return first._again()
+        if type(first) is CodedInterval and func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return CodedInterval(first.form, first.parts, first._like)
         if isinstance(first, cls) and func is torch.ops.aten.copy_.default and first._stands_for(args[1]):
             return first  # for example, this model's own state dict
         if torch_private.writes(func) and isinstance((kwargs or {}).get("out", first), cls):
@@ -67,9 +67,6 @@ class CodedInterval(CodedPart):
         own = self.decoded()
         return values.shape == own.shape and torch.equal(own, _plain(values).to(own.device, own.dtype))
 
-    def _again(self) -> CodedInterval:
-        return CodedInterval(self.form, self.parts, self._like)
-
 
 class _Seen(CodedInterval):
     """A read-only tensor that torch returns as a view of a weight stored as codes. It holds the decoded values."""
@@ -84,9 +81,6 @@ class _Seen(CodedInterval):
     def decoded(self) -> torch.Tensor:
         """Return the values."""
         return self._seen
-
-    def _again(self) -> _Seen:
-        return _Seen(self._seen)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -121,16 +121,11 @@ def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
 
 
 class TorchCompat(Extension):
-    """Gives the modules of one model the attributes and methods that torch, Transformers and PEFT expect.
-
-    Attributes:
-        post_optim_event: event that the next forward waits for once, before it gathers.
-        in_flight: number of reductions that may be in progress in addition to the one being collected.
-    """
+    """Gives the modules of one model the attributes and methods that torch, Transformers and PEFT expect."""
 
     settings: ClassVar[Mapping[str, Any]] = {"post_optim_event": None, "in_flight": REDUCTIONS_IN_FLIGHT}
-    post_optim_event: Any
-    in_flight: int
+    post_optim_event: Any  # event that the next forward waits for once, before it gathers
+    in_flight: int  # number of reductions that may be in progress in addition to the one being collected
 
     def assembled(self) -> None:
         """Attach torch's state object to each unit, and wrap library methods that cannot use sharded parameters."""
