@@ -165,7 +165,7 @@ def test_an_odd_number_of_elements(name: str) -> None:
 
 def test_views_of_codes_have_the_values() -> None:
     parts = dict(zip((part.name for part in FORMS["fp8"].parts), codec("fp8").encode(values(256)), strict=True))
-    coded = CodedInterval(FORMS["fp8"], parts, torch.empty(256, device="meta"))
+    coded: Any = CodedInterval(FORMS["fp8"], parts, torch.empty(256, device="meta"))
     for view in (coded.view(2, 128), coded.view(2, 128).detach()):
         assert torch.equal(view.decoded(), coded.decoded().view(2, 128)) and "tensor" in repr(view)
     assert isinstance(coded.detach(), CodedInterval) and coded.detach().parts == coded.parts
