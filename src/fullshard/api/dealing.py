@@ -41,8 +41,6 @@ class Deal:
     """The rule that divides the items of each round among the ranks.
 
     Attributes:
-        rank: this rank.
-        world_size: number of ranks.
         per_rank: number of items that each rank gets in a round.
         drop_last: drop an incomplete last round instead of filling it up.
         even: fill up an incomplete last round, so that all ranks have the same number of shares of the same size.

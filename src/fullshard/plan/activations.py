@@ -105,12 +105,9 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
 
 
 def page_nbytes(block: Block, job: Job, device: Device) -> int:
-    """Return the bytes of one layer that are on the host between the layer's forward and its backward.
-
-    With selective checkpointing, only the layer's input is offloaded. The other tensors that it keeps are not saved
-    through autograd, so they stay on the device.
-    """
+    """Return the bytes of one layer that are on the host between the layer's forward and its backward."""
     layer = layer_activations(block, job, device)
+    # What selective checkpointing keeps in addition is not saved through autograd, so it stays on the device.
     return layer.inputs if job.checkpointing == "selective" else layer.kept
 
 

@@ -78,10 +78,7 @@ def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
 
 
 def what_runs(block: Block, job: Job, device: Device) -> Way:
-    """Return the attention kernel that PyTorch runs for this job, according to the table in the module's docstring.
-
-    If a job asks for flash attention where it is not available, it gets `sdpa`.
-    """
+    """Return the kernel that PyTorch runs, by the module's table. A job without the flash kernel gets `sdpa`."""
     if job.attention == "eager":
         return "eager"
     has_flash = itemsize(job.compute_dtype) == 2 and device.has_bfloat16 and not device.is_cpu

@@ -48,10 +48,7 @@ class Matrix:
 
     @property
     def flops(self) -> int:
-        """The number of floating-point operations with which the owner updates this matrix.
-
-        Each of Muon's iterations computes two symmetric products and one general product.
-        """
+        """The FLOP of an update: Muon's iterations each compute two symmetric products and a general one."""
         short, long = sorted((self.rows, self.columns))
         made = short * short - (short // 2 * (short - short // 2) if short >= HALVED_ROWS else 0)
         return NEWTON_SCHULZ_STEPS * 2 * (made * (long + short) + short * short * long)
@@ -130,10 +127,7 @@ class Dealing:
 
     @property
     def busiest_numel(self) -> int:
-        """The number of elements that the busiest rank of each exchange receives, summed over all exchanges.
-
-        The rank later sends as many elements back. All other ranks wait for it.
-        """
+        """The elements that the busiest rank of each exchange receives, and later sends, summed over exchanges."""
         return sum(max(self.of_ranks(self.arriving, exchange)) for exchange in self.exchanges)
 
 

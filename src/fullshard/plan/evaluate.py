@@ -110,10 +110,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """The number of elements, including adapters.
-
-        Each byte of 4-bit weights counts as two elements, and their scales do not count.
-        """
+        """The number of elements with adapters: two per byte of 4-bit weights, and none for scales."""
         elements = {"scale": 0, "matrix": 2}
         return sum(
             p.numel * p.tiles * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters
@@ -221,12 +218,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
 
 
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
-    """Return how many equal parts a step consists of, and the schedule options of one part.
-
-    If every micro-batch is reduced, micro-batches are all alike and do not overlap, so each of them is one part.
-    Otherwise, the complete step is a single part.
-    """
-    if job.sync_each_micro_batch and not job.row.keeps_parameters:
+    """Return how many equal parts a step consists of, and the schedule options of one part."""
+    if job.sync_each_micro_batch and not job.row.keeps_parameters:  # micro-batches are alike and do not overlap
         return job.accumulation, dataclasses.replace(job.schedule, accumulation=1)
     return 1, job.schedule
 

@@ -232,17 +232,12 @@ def _key(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A number of equal devices on one or more hosts.
-
-    Attributes:
-        shares_memory: whether ranks that compute on the CPUs of one host communicate through shared memory. They do
-            unless FULLSHARD_COMM is set to gloo.
-    """
+    """A number of equal devices on one or more hosts."""
 
     device: Device
     count: int
     hosts: int
-    shares_memory: bool = True
+    shares_memory: bool = True  # whether ranks on the CPUs of one host do, which FULLSHARD_COMM=gloo turns off
 
     @property
     def per_host(self) -> int:

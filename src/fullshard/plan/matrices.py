@@ -44,10 +44,7 @@ class MatrixWork:
 
     @property
     def owned_nbytes(self) -> int:
-        """The most bytes of matrices that any rank holds at a time.
-
-        While a rank updates one group of matrices, the next group arrives and the previous group is sent back.
-        """
+        """The most bytes of matrices on any rank: one exchange arrives while another is updated and a third leaves."""
         matrices, exchanges = self.dealing.matrices, self.dealing.exchanges
         numel = [self.dealing.of_ranks(lambda number: matrices[number].numel, exchange) for exchange in exchanges]
         windows = [numel[max(0, n - 1) : n + 2] for n in range(len(numel))]

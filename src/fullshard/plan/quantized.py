@@ -15,10 +15,7 @@ _FEW = 16
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter holds several matrices, such as the stacked experts of a layer in Transformers.
-
-    The matrices are stacked along a dim of their own or, as in DBRX, along the rows.
-    """
+    """Return whether a parameter stacks several matrices, such as experts, along its own dim or (DBRX) its rows."""
     *modules, attribute = name.lower().split(".")
     if len(shape) == 2:
         return "experts" in modules and attribute != "weight" and "bias" not in attribute
@@ -104,10 +101,7 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Raise `ConfigError` if the user asked for a quantised model and most of it was not quantised.
-
-        Embeddings, the head and parameters that the user excluded are not counted.
-        """
+        """Raise `ConfigError` if most of a model to quantise was not, except tables and excluded parameters."""
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
                 f"the model was supposed to be quantised, but {self.said}",

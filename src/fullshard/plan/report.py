@@ -179,10 +179,7 @@ def _picked(thing: object, names: str) -> dict[str, Any]:
 
 
 def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the configuration with which `fullshard launch` runs this plan.
-
-    The training script must set what a configuration does not contain: batch size, sequence length, optimizer and LoRA.
-    """
+    """Return the configuration with which `fullshard launch` runs this plan. It lacks what `for_the_script` lists."""
     return RunConfig.of_paths(
         {
             # Do not use `auto`: a host without devices would run the same number of processes on its CPUs.

@@ -73,10 +73,7 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
 
 
 def reduce_message(event: Event, unit: UnitLayout, shard_size: int) -> tuple[int, int]:
-    """Return the number of ranks that reduce a bucket, and the bytes that a rank sends to each of the others.
-
-    It is the bucket of `unit` whose gradient has as many bytes as `event` records.
-    """
+    """Return the number of ranks that reduce the bucket of `event`, and the bytes sent to each other rank."""
     buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
     bucket = next(buckets, None)
     if bucket is None:

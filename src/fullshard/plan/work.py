@@ -153,18 +153,12 @@ def loss_seconds(setting: PlanSetting) -> float:
 
 
 def head_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of a tied head for one micro-batch, or 0 if the head has a weight of its own.
-
-    A weight that is shared with the embedding has the role `embedding`, so `forward_flops` does not count it.
-    """
+    """Return the FLOP of a tied head for one micro-batch, which `forward_flops` does not count, or 0."""
     return 2.0 * model.vocab * model.hidden * job.tokens if model.tied else 0.0
 
 
 def step_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of one rank in a step, without recomputation.
-
-    Backward takes twice as many as forward, or fewer for a frozen layer, which only computes the gradient of its input.
-    """
+    """Return the FLOP of one rank in a step, without recomputation."""
     total = head_flops(model, job) * 3
     for unit in model.units:
         total += forward_flops(unit, job) * (1 + backward_factor(unit))
@@ -226,10 +220,7 @@ def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
-    """Return the fraction of a layer's forward FLOP that recomputation saves by skipping the last product.
-
-    The last product can be skipped unless dropout, a later norm or the weighting of experts needs its result.
-    """
+    """Return the fraction of a layer's forward FLOP that recomputation saves if nothing needs its last product."""
     block = unit.block
     matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
     is_read = any("post_feedforward" in p.name for p in unit.parameters)

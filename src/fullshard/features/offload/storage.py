@@ -145,11 +145,7 @@ class OneMemory(Storage):
 
 
 class HostStorage(OneMemory):
-    """Storage of shards for a device that has memory separate from the host's.
-
-    Attributes:
-        host: allocates buffers in host memory and copies them.
-    """
+    """Storage of shards for a device with its own memory. `host` allocates buffers in host memory and copies them."""
 
     def __init__(self, offload: Offload, host: Host) -> None:
         super().__init__(offload)
