@@ -266,7 +266,7 @@ class _Iteration:
     real: Real | None = None  # the real part of the current step if it was filled up
 
     def counts(self, updates: int | None) -> bool:
-        """Return whether an interrupted iteration counts as completed, because the script has not only peeked."""
+        """Return whether an interrupted iteration counts as completed. If not, the script only peeked at the loader."""
         return updates is None or updates > (self.begun or 0)
 
 

@@ -26,7 +26,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_sync(model: nn.Module) -> Iterator[None]:
-    """Enable gradient reduction inside the block, even in `no_sync`, also for gradients that are not reduced yet."""
+    """Enable gradient reduction inside the block, even inside `no_sync`. Earlier gradients are reduced as well."""
     with _reducing(model, reduces=True):
         yield
 

@@ -60,7 +60,7 @@ class RunRecord:
     events: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps for which the field `name` has a value, and these values, the largest of all ranks."""
+        """Return the steps for which the field `name` has a value, and the values (of values per rank, the largest)."""
         found = []
         for step in self.steps:
             value = step.get(name)

@@ -23,7 +23,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def shares_main(self) -> bool:
-        """Return whether the stored bucket is also the unsharded one, because one rank has all of it in that dtype."""
+        """Return whether one rank stores the complete bucket in the compute dtype, and uses it as the unsharded one."""
         return self.layout.world_size == 1 and self.may_hold_main
 
     @property

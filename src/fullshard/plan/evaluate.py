@@ -401,7 +401,7 @@ _SHORT = 8192
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Double the devices until the plan fits. The cost of this change is the growth of device time per token."""
+    """Return a change that doubles the devices until the plan fits, if any. Its cost is in device time per token."""
     for times in (2, 4, 8, 16, 32, 64):
         count = plan.cluster.count * times
         hosts = max(plan.cluster.hosts, -(-count // plan.cluster.device.per_host))

@@ -241,7 +241,7 @@ def copied_once_seconds(setting: PlanSetting) -> float:
 
 
 def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
-    """Return the seconds of the optimizer's step, whose memory is the device's or, with offloading, the host's."""
+    """Return the seconds of the optimizer's step, which works in device memory or, with offloading, in host memory."""
     device = cluster.device
     bandwidth = device.memory_speed
     if setting.on_host.main_weights:

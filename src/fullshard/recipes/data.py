@@ -116,7 +116,7 @@ def _rows(name: str, field: str, file: Path | None = None) -> Iterator[str]:
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """Load a tokenizer from a directory or the hub. Raise `ConfigError` if it has no token to end documents with."""
+    """Load a tokenizer from a directory or the hub. Raise `ConfigError` if it has no end-of-text token."""
     try:
         tokenizer = transformers().AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
@@ -127,7 +127,7 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer, which encodes every text without loss, the same for the same documents."""
+    """Train a byte-level BPE tokenizer, which encodes every text without loss and depends only on the documents."""
     library = transformers()  # raises an error that names the extra for both libraries
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -80,7 +80,7 @@ def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
 
 
 def muon(model: nn.Module, say: Callable[[str], None], **options: Any) -> Muon:
-    """Create a Muon optimizer without weight decay for norms and biases. `say` is told what Muon updates."""
+    """Create a Muon optimizer without weight decay for norms and biases, and say which parameters Muon updates."""
     rule = MatrixRule.of(model)
     say(f"optimizer: {rule}")
     # scaled so that a learning rate for AdamW works

@@ -179,7 +179,7 @@ class Run:
         return torch.optim.AdamW([matrices, vectors], lr=lr, betas=_ADAM_BETAS)
 
     def loop(self, step: int) -> int:
-        """Run the steps after `step`, until a signal at the latest, and return the number of the last step."""
+        """Run the steps after `step`, unless a signal ends the loop, and return the number of the last step."""
         arguments, skipped, stood_still, stops = self.arguments, 0, 0.0, False
         window, tokens = time.perf_counter(), 0  # for the tokens per second
         first, last = step + 3, step + 5  # the profiled steps: the first two are slow

@@ -120,7 +120,7 @@ class ExtendedBucket(Bucket):
             )
 
     def make_gradient(self) -> None:
-        """Prepare the bucket to collect gradients. Storages do not show here whether forward has replaced the data."""
+        """Prepare the bucket to collect gradients. No check finds out here whether forward has replaced the data."""
         self.gradient = Gradient(self, self.sharded_parameters, storage_id=None)
         self.has_gradient = True
 

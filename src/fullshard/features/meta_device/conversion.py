@@ -93,7 +93,7 @@ def _check_cast(unit: Unit) -> None:
             hint="cast the model before the first step; for mixed precision use mp_policy",
         )
     originals = [(slot.parameter, parameter.name) for slot, parameter in unit.entries if is_real]
-    own, after = torch_private.gradient_hooks, torch_private.accumulated_hooks  # the engine has one hook after
+    own, after = torch_private.gradient_hooks, torch_private.accumulated_hooks  # `after` has the engine's own hook
     if hooked := [name for original, name in originals if own(original) or len(after(original) or ()) > 1]:
         raise LifecycleError(
             f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that had hooks before "

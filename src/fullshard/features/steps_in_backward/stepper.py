@@ -117,7 +117,7 @@ def _first_shared(models: Iterable[StepsInBackward], held: set[int], stepper: St
 
 
 def anything_steps_in_backward() -> bool:
-    """Return whether any optimizer was set to step in backward, which the launcher reports at the end."""
+    """Return whether any optimizer was set to step in backward. The launcher warns at the end if none was."""
     return _was_asked_for[0]
 
 
