@@ -210,7 +210,7 @@ def step_decoding_seconds(setting: PlanSetting, events: Iterable[Event]) -> floa
 
 
 def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
-    """Return the seconds for decoding a unit, which reads codes and writes values, for some forms in float32 first."""
+    """Return the seconds for decoding a unit: codes are read, and values written, for some forms in float32 first."""
     moved = sum(
         b.main_nbytes * b.layout.world_size + b.full_nbytes + _BESIDES.get(b.form.name, 0) * b.layout.full_numel
         for b in unit.coded

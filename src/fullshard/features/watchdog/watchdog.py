@@ -333,7 +333,7 @@ class Watchdog(Watcher):
         return True
 
     def _given_up_elsewhere(self) -> str:
-        """Return why another rank of these groups gave up, or "". While it lives, waits in shared memory do not end."""
+        """Return why another rank of these groups gave up, or "". Waits in shared memory do not notice this."""
         text = torch_private.default_store().get(_GIVEN_UP).decode()
         rank = int(text.split()[1]) if text else dist.get_rank()
         is_near = any(rank in dist.get_process_group_ranks(group) for group in list(self.groups))
