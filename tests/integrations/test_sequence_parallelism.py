@@ -121,18 +121,28 @@ def test_accelerates_loop(backend: str, tmp_path: Path) -> None:
         assert all(torch.equal(later[name], value) for name, value in together["weights"].items())
 
 
+def shifting(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Return a loss that shifts labels itself, so that it needs the logits of whole sequences."""
+    logits, shifted = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, shifted, reduction="sum") / num_items_in_batch
+
+
+LOSSES = {"shifting": shifting}
+
+
 def train(output: str, backend: str, settings: dict[str, Any]) -> Any:
     options: dict[str, Any] = {
         **{"per_device_train_batch_size": batch_size(), "per_device_eval_batch_size": batch_size()},
         **{"parallelism_config": config(backend), "optim": "sgd", "learning_rate": 0.1, "max_steps": -1},
         **{"num_train_epochs": 1, "eval_strategy": "epoch"},
     }
-    family = settings.pop("family", "llama")
+    family, loss = settings.pop("family", "llama"), LOSSES.get(settings.pop("loss", None))
     made = trainers.trainer(
         trainers.build(family),
         trainers.arguments(output, **options | settings),
         train_dataset=data(),
         eval_dataset=data()[:8],
+        compute_loss_func=loss,
     )
     made.train()
     evaluated = [line["eval_loss"] for line in made.state.log_history if "eval_loss" in line]
@@ -142,7 +152,13 @@ def train(output: str, backend: str, settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(2, {}), (2, {"gradient_accumulation_steps": 2, "family": "experts"}), (4, {"gradient_accumulation_steps": 2})],
+    [
+        (2, {}),
+        (2, {"gradient_accumulation_steps": 2, "family": "experts"}),
+        (4, {"gradient_accumulation_steps": 2}),
+        (4, {"loss": "shifting"}),
+        (2, {"label_smoothing_factor": 0.1}),
+    ],
 )
 def test_trainer(tmp_path: Path, backend: str, ranks: int, settings: dict[str, Any]) -> None:
     alone = run_ranks(train, 1, str(tmp_path), backend, settings)[0]
@@ -152,27 +168,43 @@ def test_trainer(tmp_path: Path, backend: str, ranks: int, settings: dict[str, A
         torch.testing.assert_close(together[name], alone[name], **TOLERANCE)
 
 
-def supervised(place: str, output: str, settings: dict[str, Any]) -> Any:
-    more = {"per_device_train_batch_size": batch_size(), "parallelism_config": config("fullshard"), "optim": "sgd"}
-    return trl_runs.run(place, "SFT", False, False, output, more | settings)
+def by_trl(place: str, output: str, name: str, lora: bool, settings: dict[str, Any]) -> Any:
+    size = batch_size()
+    more = {"per_device_train_batch_size": size, "parallelism_config": config("fullshard"), "optim": "sgd"}
+    more |= {"per_device_eval_batch_size": size, "eval_strategy": "epoch", "_eval_rows": 4, "max_steps": 4}
+    made = trl_runs.build(place, name, lora, False, output, more | settings)
+    made.train()
+    lines = [line for line in made.state.log_history if "num_tokens" in line or "eval_loss" in line]
+    return trainers.result(made) | {"counts": [line.get("num_tokens", line.get("eval_loss")) for line in lines]}
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss_type": "dft", "gradient_accumulation_steps": 2}])
-def test_supervised_fine_tuning(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "lora", "settings"),
+    [
+        ("SFT", False, {}),
+        ("SFT", False, {"loss_type": "dft", "gradient_accumulation_steps": 2}),
+        ("DPO", False, {"gradient_accumulation_steps": 2}),
+        ("DPO", True, {}),
+        ("OnlineDPO", False, {"eval_strategy": "no"}),
+        *((name, False, {}) for name in ("KTO", "Reward", "CPO", "ORPO", "TPO", "GKD", "GOLD")),
+    ],
+    ids=str,
+)
+def test_trainers_of_trl(tmp_path: Path, name: str, lora: bool, settings: dict[str, Any]) -> None:
     trl_runs.write_model(tmp_path)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    alone = run_ranks(supervised, 1, str(tmp_path), str(tmp_path / "one"), settings)[0]
-    together = run_ranks(supervised, 2, str(tmp_path), str(tmp_path / "two"), settings)[0]
-    for name in ("losses", "norms", "weights"):
-        torch.testing.assert_close(together[name], alone[name], **TOLERANCE)
+    for ranks in ("1", "2"):
+        (tmp_path / ranks).mkdir()
+    alone, together = (
+        run_ranks(by_trl, ranks, str(tmp_path), str(tmp_path / str(ranks)), name, lora, settings)[0] for ranks in (1, 2)
+    )
+    assert alone["counts"] or name == "OnlineDPO"
+    for key in ("losses", "norms", "weights", "counts"):
+        torch.testing.assert_close(together[key], alone[key], **TOLERANCE)
 
 
 def check_refused(place: str, output: str) -> None:
-    with pytest.raises(ConfigError, match=r"DPOTrainer: .* but its batches have no labels"):
-        trl_runs.run(place, "DPO", False, False, output, {"parallelism_config": config("fullshard")})
-    with pytest.raises(ConfigError, match=r"Trainer: .* but label_smoothing_factor is set"):
-        train(output, "fullshard", {"label_smoothing_factor": 0.1})
+    with pytest.raises(ConfigError, match="SDFTTrainer generates its batches"):
+        by_trl(place, output, "SDFT", False, {"eval_strategy": "no"})
     made = trainers.trainer(trainers.build(), trainers.arguments(output, parallelism_config=config("fullshard")))
     with pytest.raises(ConfigError, match="predictions are not gathered"):
         made.predict(data()[:4])

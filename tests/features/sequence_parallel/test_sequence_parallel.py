@@ -142,6 +142,41 @@ def test_against_one_process() -> None:
     compare([("one key head", "right")])
 
 
+def check_whole(cases: list[tuple[str, str]], heads: int) -> list[list[float]]:
+    """Train on whole batches with a loss outside the model, which gets the logits of whole sequences."""
+    found = []
+    for name, kind in cases:
+        model = build(name, use_cache=False, output_router_logits="moe" in name).train()
+        if kind == "recomputed":
+            model.gradient_checkpointing_enable()
+        if dist.get_world_size() > 1:
+            split_sequences(model, world())
+            for layer in model.model.layers:
+                fully_shard(layer)
+                if kind == "compiled":
+                    layer.compile(backend="eager")
+            fully_shard(model)
+        found.append(train(model, kind))
+        batch = {name: value for name, value in batches(kind)[0].items() if name != "labels"}
+        seen: list[torch.Size] = []
+        model.model.norm.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].shape))
+        output = model(**batch, output_hidden_states=True, logits_to_keep=heads)
+        assert seen == [(SEQUENCES, -(-LENGTH // dist.get_world_size()), 64)]
+        assert output.logits.shape[1] == heads and output.hidden_states[-1].shape[1] == LENGTH
+        found[-1] += [float(output.logits.double().norm()), *(float(h.double().norm()) for h in output.hidden_states)]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_batches_are_cut_in_the_model(ranks: int) -> None:
+    cases = [("llama", "right"), ("moe", "whole"), ("sliding", "left"), ("llama", "recomputed"), ("qwen3", "packed")]
+    cases += [("llama", "compiled")]
+    alone = run_ranks(check_whole, 1, cases, 3)[0]
+    for found in run_ranks(check_whole, ranks, cases, 3):
+        torch.testing.assert_close(found, alone, **TOLERANCE)
+
+
 @pytest.mark.full
 def test_models_against_one_process() -> None:
     compare([(name, "whole") for name in MODELS])
@@ -213,8 +248,8 @@ def check_refusals() -> None:
     split_sequences(model, group)
     with pytest.raises(DataError, match="got no position_ids"):
         model(batch["input_ids"])
-    with pytest.raises(DataError, match="not split along the sequence"):
-        model(input_ids=torch.ones(2, 4).long(), position_ids=torch.arange(4).expand(2, -1))
+    with pytest.raises(DataError, match="batches of different tokens"):
+        model(torch.ones(2, 4 + dist.get_rank()).long())
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ConfigError, match="causal attention, but LlamaAttention has none"):

@@ -1,5 +1,8 @@
 """Attention over whole sequences, in models whose ranks have one part of every sequence.
 
+Batches are cut by a data loader (`cut_batch`), or in training by the model itself, which then gathers its last hidden
+states, so that its head and the loss see whole sequences.
+
 Before attention, an all-to-all gives each rank of a group whole sequences for a part of the heads; after it, another
 one gives each rank all heads for its part of the sequences. Between them runs Transformers' own implementation, which
 is wrapped in the public `AttentionInterface`. `AttentionMaskInterface` is wrapped, too, so that masks are built for
@@ -8,10 +11,11 @@ whole sequences.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from fullshard.comm.waiting import PROGRESS, waiting_in_step
 from fullshard.core.errors import ConfigError, DataError
 from fullshard.core.user_class import user_class
+from fullshard.features.sequence_parallel.batches import cut_batch
 
 _OWNER = "_fullshard_sequence_parallel"
 _LAYERS = ("full_attention", "sliding_attention", "attention", "dense", "sparse")
@@ -44,6 +49,8 @@ class SplitSequences:
         self._name, self._by_deepspeed = user_class(model).__name__, by_deepspeed
         self._deepspeeds: dict[tuple[int, ...], Any] = {}
         self._has_attended = self.is_split = False
+        self._part: torch.Size | None = None
+        self._length = 0
         self.padding: torch.Tensor | None = None
         self.documents: torch.Tensor | None = None
 
@@ -51,46 +58,50 @@ class SplitSequences:
         return self  # a copy of the model has the same ranks, and a group cannot be copied
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Gather positions and the padding of whole sequences.
+        """Gather positions and the padding of whole sequences. In training, cut a batch that is the same on all ranks.
 
-        In evaluations, a batch may also be whole, the same on all ranks. Cached generation always has whole sequences.
+        An evaluation computes such a batch whole on every rank. Cached generation always has whole sequences.
         """
         global _running
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        kwargs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+        tokens: Any = kwargs.get("input_ids")
+        positions = kwargs.get("position_ids")
         is_cached = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None
-        self.is_split = model.training or not (is_cached or positions is None)
+        generates = is_cached and not torch.is_grad_enabled()
+        self.is_split, self._part = not generates and (model.training or positions is not None), None
         if not self.is_split:
             return None
-        if positions is None or positions.dim() != 2:
+        has_parts = (positions is not None and positions.dim() == 2) or tokens is None
+        of_all = self._gather(torch.tensor(tokens.shape, device=tokens.device)) if not has_parts else None
+        if of_all is None or _is_same(of_all):
+            of_all = self._of_all(kwargs)
+        is_whole = _is_same(of_all)
+        if not is_whole and not has_parts:
             raise DataError(
-                f"{self._name} got no position_ids of shape (sequences, length), but its sequences are split over "
-                f"{self.size} ranks, which need the positions in whole sequences",
+                f"{self._name} got no position_ids of shape (sequences, length), but the {self.size} ranks of a group "
+                "got batches of different tokens, so these must be parts, with their positions in whole sequences",
                 hint="pass all tensors of a batch from a prepared data loader to the model: model(**batch)",
             )
-        tokens = kwargs.get("input_ids", positions)
-        own = [positions.expand(tokens.shape[:2]), tokens, positions.new_ones(()) if mask is None else mask]
-        of_all = self._gather(torch.stack([one.to(positions.dtype).expand_as(own[0]) for one in own]))
-        self.is_split = bool((of_all != of_all[:1]).any())
-        if not self.is_split:
-            if not model.training:
-                return None
-            raise DataError(
-                f"{self._name} got the same tokens and positions on all {self.size} ranks of a group, so the batch was "
-                "not split along the sequence",
-                hint="pass batches of a data loader that the Accelerator has prepared",
-            )
+        if is_whole and not model.training:
+            self.is_split = False
+            return None
+        if is_whole:
+            kwargs = cut_batch({**kwargs, "use_cache": False}, rank=self.rank, size=self.size)
+            self._part, self._length = kwargs["input_ids"].shape, of_all.shape[-1]
+            of_all = self._of_all(kwargs)
         whole, _, padding = of_all.movedim(0, 2).flatten(2, 3)
         self.padding = self.documents = None
-        if mask is not None:
+        if kwargs.get("attention_mask") is not None:
             self.padding = padding.bool()
         elif (jumps := whole.diff(dim=1) != 1).any():
             self.documents = nn.functional.pad(jumps, (1, 0)).cumsum(1)
-            kwargs["attention_mask"] = torch.ones_like(own[0])  # Transformers would look for documents in one part
+            # Transformers would look for documents in one part
+            kwargs["attention_mask"] = torch.ones_like(of_all[0, 0])
         _running, self._has_attended = self, False
-        return args, kwargs
+        return (), kwargs
 
-    def after_forward(self, *_: Any) -> None:
-        """Stop building masks of whole sequences."""
+    def after_forward(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
+        """Stop building masks of whole sequences, and gather the output of a batch that was cut in `before_forward`."""
         global _running
         if _running is self and not self._has_attended and sys.exc_info()[0] is None:
             _running = None
@@ -100,6 +111,29 @@ class SplitSequences:
                 hint="use a model of Transformers with attention in all layers, or leave out sp_size",
             )
         _running = None
+        for name, value in output.items() if self._part is not None and output is not None else ():
+            output[name] = tuple(map(self._join, value)) if isinstance(value, tuple) else self._join(value)
+
+    def _of_all(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the positions, tokens and padding on each rank, of shape (ranks, 3, sequences, length)."""
+        names = ("position_ids", "input_ids", "attention_mask")
+        positions, tokens, mask = cast("Any", [inputs.get(name) for name in names])
+        if positions is None or positions.dim() != 2:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = positions if tokens is None else tokens
+        own = positions.expand(tokens.shape[:2]), tokens, positions.new_ones(()) if mask is None else mask
+        return self._gather(torch.stack([one.to(positions.dtype).expand_as(own[0]) for one in own]))
+
+    def _join(self, own: Any) -> Any:
+        """Concatenate a tensor along the sequence. Backward adds up the gradients that all ranks have for a part."""
+        if not isinstance(own, torch.Tensor) or self._part is None:
+            return own
+        if own.shape[:2] != self._part:  # a router's output has one dim for all tokens
+            is_flat = own.shape[:1] == (self._part.numel(),)
+            return self._join(own.unflatten(0, self._part)).flatten(0, 1) if is_flat else own
+        copies = own.expand(self.size, *own.shape)
+        parts = exchange(copies, self.group, "gathering hidden states of split sequences")
+        return parts.movedim(0, 1).flatten(1, 2)[:, : self._length]
 
     def attend(
         self,
@@ -170,6 +204,10 @@ class SplitSequences:
         with waiting_in_step("gathering positions of split sequences", [self.group]):
             dist.all_gather(list(of_all), own.contiguous(), group=self.group)
         return of_all
+
+
+def _is_same(of_all: torch.Tensor) -> bool:
+    return bool((of_all == of_all[:1]).all())
 
 
 def exchange(
@@ -251,8 +289,10 @@ def split_sequences(
     split = SplitSequences(model, group, by_deepspeed=by_deepspeed)
     for module in model.modules():
         module.__dict__[_OWNER] = split
-    model.register_forward_pre_hook(split.before_forward, with_kwargs=True)
-    model.register_forward_hook(split.after_forward, always_call=True)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = getattr(inner, "base_model", inner)  # the heads of a batch that is whole get whole sequences
+    body.register_forward_pre_hook(split.before_forward, with_kwargs=True)
+    body.register_forward_hook(split.after_forward, always_call=True)
     PROGRESS.watcher.watch([group], next(model.parameters()).device)
     return split
 

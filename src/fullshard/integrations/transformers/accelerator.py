@@ -29,16 +29,25 @@ _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffer
 class TrainerAccelerator(Accelerator):
     """The Accelerator that drives the engine for a Trainer.
 
-    `tensor_parallel_size` is the number of ranks over which each layer was split when the model was loaded.
+    `tensor_parallel_size` is the number of ranks over which each layer was split when the model was loaded. If
+    `shares_losses`, the ranks of a group of sequence parallelism compute the same loss, from whole sequences.
     """
 
     _accumulates = False  # the Trainer accumulates
     _cuts_batches = False  # the Trainer counts tokens first
 
-    def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
+    def __init__(
+        self,
+        args: Any,
+        resolved: Resolved,
+        dataloader_config: Any,
+        *,
+        tensor_parallel_size: int = 1,
+        shares_losses: bool = False,
+    ) -> None:
         _refuse(args)
         _check_split(args.parallelism_config, tensor_parallel_size)
-        self._tiles = tensor_parallel_size
+        self._tiles, self.shares_losses = tensor_parallel_size, shares_losses
         plugin = FullyShardedDataParallelPlugin()
         plugin.fill(resolved.config)
         self._trainer_steps = args.gradient_accumulation_steps
@@ -88,14 +97,18 @@ class TrainerAccelerator(Accelerator):
     def parallelism_config(self) -> Any:
         """Return the `ParallelismConfig` if it divides sequences, otherwise None.
 
-        It has no tensor parallelism, because TRL would divide by its size what `gather_for_metrics` has counted once.
-        Its `sp_backend` is `fullshard`, because Trainer has a loop of its own for DeepSpeed's engine.
+        TRL divides token counts by its `tp_size`. `gather_for_metrics` counts only once what ranks of tensor
+        parallelism share, but not what ranks that share losses do. Its `sp_backend` is `fullshard`, because Trainer has
+        a loop of its own for DeepSpeed's engine.
         """
         if self._ranks_per_sequence == 1:
             return None
         config = self.state.parallelism_config
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        return ParallelismConfig(**fields | {"tp_size": 1, "tp_handler": None, "sp_backend": "fullshard"})
+        sizes = (
+            {"tp_size": config.sp_size, "sp_size": 1} if self.shares_losses and config.sp_size > 1 else {"tp_size": 1}
+        )
+        return ParallelismConfig(**fields | sizes | {"tp_handler": None, "sp_backend": "fullshard"})
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor from all ranks.

@@ -55,6 +55,8 @@ from fullshard.optim import OnOwners
 
 _COMPLETE = "trainer_state.json"
 _DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+_TOKEN_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
+"""The modules whose `compute_loss` also takes parts of sequences."""
 _KNOWN = ("transformers.", "peft.")
 """The packages whose `save_pretrained` writes the same as `export_hf`."""
 
@@ -94,7 +96,11 @@ class ShardedTraining:
             non_blocking=chosen.get("non_blocking", False),
         )
         tiles = getattr(self.model, "_tp_size", None) or 1
-        self.accelerator = TrainerAccelerator(args, resolved, loader, tensor_parallel_size=tiles)
+        home = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)).__module__
+        shares_losses = home not in _TOKEN_LOSSES
+        self.accelerator = TrainerAccelerator(
+            args, resolved, loader, tensor_parallel_size=tiles, shares_losses=shares_losses
+        )
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
@@ -198,12 +204,30 @@ class ShardedTraining:
     def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> Any:
         if self.accelerator._config.parallelism.sp_size == 1:
             return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
-        _check_loss(self, inputs)
-        return contextlib.nullcontext, self.accelerator._cut_batch(inputs)
+        if not isinstance(inputs, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__} generates its batches, which sequence parallelism does not support: the ranks "
+                "of a group would generate different texts",
+                hint="leave sp_size out of parallelism_config and of the launcher's settings",
+            )
+        is_whole = self._needs_whole_sequences or inputs.get("labels") is None
+        return contextlib.nullcontext, inputs if is_whole else self.accelerator._cut_batch(inputs)
+
+    @property
+    def _needs_whole_sequences(self: Any) -> bool:
+        """Return whether the loss is not a sum over tokens with labels, so that the model cuts the sequences itself."""
+        has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        return has_own_loss or self.accelerator.shares_losses or not self.model_accepts_loss_kwargs
+
+    def get_tp_size(self: Any) -> int:
+        """Return the number of ranks that compute the same loss."""
+        tiles = getattr(self.model, "_tp_size", None) or 1
+        is_shared = self.accelerator._config.parallelism.sp_size > 1 and self._needs_whole_sequences
+        return int(tiles * (self.accelerator._ranks_per_sequence if is_shared else 1))
 
     def get_cp_size(self: Any) -> int:
         """Return the number of ranks that compute on parts of one batch, also those of sequence parallelism."""
-        return int(self.accelerator._ranks_per_sequence)
+        return int(self.accelerator._ranks_per_batch // self.get_tp_size())
 
     def get_sp_size(self: Any) -> int:
         """Return 1, because loaders do not yield a batch per rank that shares it, as DeepSpeed's adapter does."""
@@ -387,21 +411,6 @@ def _samples_per_step(trainer: Any) -> int:
     """Return the number of samples per step over all ranks."""
     ranks = trainer.accelerator._data_parallel_size
     return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * ranks)
-
-
-def _check_loss(trainer: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse losses that are not a sum over the tokens with labels, because a rank has one part of each sequence."""
-    reasons = {
-        "its batches have no labels": inputs.get("labels") is None,
-        "compute_loss_func shifts labels itself": trainer.compute_loss_func is not None,
-        "label_smoothing_factor is set": trainer.label_smoother is not None,
-        f"{type(trainer.model).__name__} does not take num_items_in_batch": not trainer.model_accepts_loss_kwargs,
-    }
-    if found := next((reason for reason, is_so in reasons.items() if is_so), None):
-        raise ConfigError(
-            f"{type(trainer).__name__}: sequence parallelism needs a causal model's own loss, but {found}",
-            hint="use the model's own loss (Trainer, SFTTrainer), or leave sp_size out of parallelism_config",
-        )
 
 
 def _saves_its_own_way(trainer: Any) -> bool:
