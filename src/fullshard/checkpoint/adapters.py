@@ -30,19 +30,13 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def is_saved_as_adapters(model: nn.Module) -> bool:
-    """Return whether saving `model` stores only its adapters.
-
-    This is the case for a PEFT model and for a Transformers model that called `add_adapter`.
-    """
+    """Return whether saving stores only adapters: of a PEFT model, or of a Transformers model with `add_adapter`."""
     adds_itself = hasattr(model, "get_adapter_state_dict") and getattr(model, "_hf_peft_config_loaded", False)
     return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` does not set the flag
 
 
 def carries_adapters(model: nn.Module) -> bool:
-    """Return whether a model contains adapters but is not itself a `PeftModel`.
-
-    This includes `PeftMixedModel`, which PEFT supports for inference only.
-    """
+    """Return whether a model contains adapters but is no `PeftModel`, like `PeftMixedModel`, which is for inference."""
     return hasattr(model, "peft_config") and not is_adapted(model)
 
 
@@ -76,10 +70,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
 
 
 def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
-    """Return the names of the model's tensors that PEFT stores, keyed by adapter. All ranks must call this.
-
-    Only rank 0 calls PEFT, which may query the Hugging Face hub to find out whether the embeddings were resized.
-    """
+    """Return the names of tensors that PEFT stores, by adapter. All ranks must call this. Rank 0 may ask the hub."""
     stand_ins = {name: torch.empty(0, device="meta") for name in _by_name(model)}
 
     def ask() -> dict[str, list[str]]:
@@ -118,10 +109,7 @@ def _unpruned(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Keep the prompt encoders of PEFT's prompt learning methods unsharded while the context is active.
-
-    PEFT computes their state from complete weights, and is called on rank 0 only. All ranks must enter the context.
-    """
+    """Keep PEFT's prompt encoders unsharded inside, so that rank 0 can compute their state. All ranks must enter."""
     encoders = getattr(model, "prompt_encoder", None)
     with contextlib.ExitStack() as whole:
         for module in () if encoders is None else encoders.modules():
@@ -130,10 +118,7 @@ def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None
 
 
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
-    """Return the names of the adapter parameters and of all other trained parameters. All ranks must call this.
-
-    Return an empty container if the model has no adapters.
-    """
+    """Return the names of adapter and other trained parameters; none without adapters. All ranks must call this."""
     if not is_saved_as_adapters(model):
         return ()
     names = {name for stored in wanted_weights(model, Ranks.of(model)).values() for name in stored}
@@ -142,10 +127,7 @@ def adapter_parameter_names(model: nn.Module) -> Container[str]:
 
 
 def load_adapters(path: str | Path, model: nn.Module) -> None:
-    """Load adapters that `save_adapters` or PEFT wrote. The model must have adapters with the same names.
-
-    Every rank reads the files.
-    """
+    """Load adapters that `save_adapters` or PEFT wrote, which the model must have too. Every rank reads the files."""
     ranks = Ranks.of(model)
     wanted = wanted_weights(model, ranks)
     peft: Any = importlib.import_module("peft")

@@ -60,10 +60,7 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
 def average_records(
     average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
 ) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
-    """Yield (name in the file, parameter, record, this rank's part) for each parameter of a stored average.
-
-    Append a message to `problems` for each parameter whose average is missing or has another dtype.
-    """
+    """Yield (name in the file, parameter, record, this rank's part) of an average. Add differences to `problems`."""
     saved = manifest.optimizer.state if manifest.optimizer is not None else {}
     for local, held in average_tensors(average, parameters):
         name = primary.get(local.name, local.name)

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import weakref
-from types import TracebackType
 from typing import Self, Unpack
 
 from fullshard.checkpoint.collect import SaveArguments
@@ -132,9 +131,7 @@ class AsyncSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.wait()
         except CheckpointError:

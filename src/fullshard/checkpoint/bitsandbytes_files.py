@@ -48,11 +48,7 @@ class _State(BaseModel):
 
 
 def four_bit_sources(stored: Mapping[str, TensorSource], form: str | None) -> dict[str, TensorSource]:
-    """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales.
-
-    `form` is the stored form that was requested. Double-quantised scales are kept as codes only for a form that ends in
-    `-double`; for any other form they are decoded.
-    """
+    """Return a directory's tensors, with one source per weight. Only a form `*-double` keeps the codes of scales."""
     states = {key.partition(_STATE)[0]: key for key in stored if _STATE in key}
     found: dict[str, TensorSource] = {}
     for name, key in states.items():
@@ -120,9 +116,8 @@ def _state(source: TensorSource, key: str) -> _State:
 
 def _form(kind: str, block: int) -> StoredForm:
     known = FORMS[kind]
-    return (
-        known if known.block == block else StoredForm(kind, (known.parts[0], known.parts[1]._replace(elements=block)))
-    )
+    codes, scales = known.parts
+    return known if known.block == block else StoredForm(kind, (codes, scales._replace(elements=block)))
 
 
 def _by_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
@@ -164,9 +159,7 @@ def layer_problem(weight: Any, source: TensorSource) -> str:
         return ""
     tensors, form = source.coded.tensors, source.coded.form
     layer = weight.quant_type, weight.blocksize, weight.compress_statistics, weight.quant_storage
-    files = (
-        form.name.partition("-")[0], form.block, "nested_absmax" in tensors, tensors["weight"].dtype
-    )  # fmt: skip
+    files = form.name.partition("-")[0], form.block, "nested_absmax" in tensors, tensors["weight"].dtype
     words = ("type", "block size", "double quantisation", "storage")
     return ", ".join(
         f"{word} {ours} in the model and {theirs} in {source.where}"
@@ -176,10 +169,7 @@ def layer_problem(weight: Any, source: TensorSource) -> str:
 
 
 def restore(module: Any, source: TensorSource, device: torch.device) -> bool:
-    """Replace the meta weight of a bitsandbytes layer with the codes and scales from the files.
-
-    Return False, without changing the layer, if the files contain ordinary values instead.
-    """
+    """Replace a layer's meta weight with codes and scales from the files. Return False if they hold plain values."""
     if source.coded is None or not source.coded.tensors:
         return False
     held = {key: read_whole(one, one.shape, one.dtype, device) for key, one in source.coded.tensors.items()}

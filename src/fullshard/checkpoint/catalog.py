@@ -45,11 +45,7 @@ def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterat
 
 
 def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
-    """Remove the oldest checkpoints in the directory of `newest`, until `keep` are left. Return the removed ones.
-
-    `newest` always counts as one of those that are kept, whatever its timestamp is. Directories without a fullshard
-    manifest are not touched.
-    """
+    """Remove the oldest checkpoints in the directory of `newest`, which itself stays, until `keep` are left."""
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]
     for directory in reversed(removed):
@@ -59,11 +55,7 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of `prune`, with kept and removed checkpoints newest first.
-
-    `damaged` lists the directories that `prune` did not touch because they are not complete checkpoints, each with the
-    first problem found.
-    """
+    """The result of `prune`, newest first. `damaged` has the first problem of each incomplete checkpoint."""
 
     kept: tuple[Location, ...]
     removed: tuple[Location, ...]
@@ -71,11 +63,7 @@ class Pruned:
 
 
 def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
-    """Remove the oldest complete checkpoints directly inside `root` until `keep` are left. This is not a collective.
-
-    Only complete checkpoints count, so the newest complete one always stays. Damaged ones are also kept, because a user
-    should look at them first.
-    """
+    """Remove the oldest complete checkpoints in `root` until `keep` are left. Keep damaged ones for the user."""
     if keep < 1:
         raise ConfigError(f"keep is {keep}, which would leave no checkpoint", hint="use 1 or more")
     whole, damaged = [], []

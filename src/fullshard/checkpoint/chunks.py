@@ -14,10 +14,7 @@ from fullshard.core.layout import Interval
 
 
 def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
-    """Fill the part of a tensor that this rank holds, whatever its memory layout is.
-
-    `read(interval, out)` reads an interval of the full tensor, flattened row by row.
-    """
+    """Fill this rank's part of a tensor, whatever its memory layout is. `read` reads the full tensor, row by row."""
     plain = local.held.contiguous()  # a copy if its memory layout differs
     read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
     if plain.data_ptr() != local.held.data_ptr():
@@ -86,11 +83,7 @@ class Patch:
 
 
 def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: Interval) -> Iterator[Patch]:
-    """Yield patches that together copy all wanted elements of a tensor of `shape`.
-
-    `wanted` is an interval of the tensor, flattened in the order of `target`. The intervals to read follow the order of
-    `source`.
-    """
+    """Yield patches in source order that copy the elements `wanted`, counted in target order, of a tensor."""
     start = 0
     for part in range(target.parts):
         sizes = target.sizes(shape, part)

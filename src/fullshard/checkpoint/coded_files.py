@@ -38,13 +38,9 @@ _Sources = Mapping[str, TensorSource]
 
 
 def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
-    """Return a copy of a model's configuration without its quantisation settings, and the removed settings.
+    """Return a copy of a model's configuration without its quantisation settings, and these settings or None.
 
-    The settings are None if the configuration has none. `asked` is the caller's `quantization_config`. As in
-    Transformers, it can only request ordinary values (`dequantize`).
-
-    Raises:
-        ConfigError: fullshard cannot read the files, or `asked` names another quantisation method.
+    As in Transformers, `asked`, the caller's `quantization_config`, can only request ordinary values (`dequantize`).
     """
     config = copy.deepcopy(config)
     said = getattr(config, "quantization_config", None)
@@ -62,10 +58,7 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
 
 
 def decoded_sources(stored: _Sources, quantisation: Any, form: str | None = None) -> dict[str, TensorSource]:
-    """Return the tensors of a directory, with one source for each quantised weight in place of its codes and scales.
-
-    `form` is the stored form that the caller requested, or None.
-    """
+    """Return a directory's tensors, with one source per quantised weight. The caller requested the form `form`."""
     if _method(quantisation) == "bitsandbytes":
         return four_bit_sources(stored, form)
     return _READERS[_method(quantisation)](stored, quantisation)
@@ -89,11 +82,7 @@ def is_to_be_decoded(quantisation: Any) -> bool:
 def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
     """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantise the files.
 
-    `asked` is the caller's `quantization_config`. `is_wanted` is false if `quantize` or `dequantize` replaces the
-    layers of bitsandbytes.
-
-    Raises:
-        ConfigError: the caller requests bitsandbytes' layers together with `quantize` or `dequantize`.
+    `asked` is the caller's. `is_wanted` is false if `quantize` or `dequantize` replaces the layers of bitsandbytes.
     """
     if _method(quantisation) != "bitsandbytes":
         return None
@@ -109,10 +98,7 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
 
 
 def keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
-    """Mark the weights that the files store as codes, so that the sharded model stores them in the same form.
-
-    If `form` is given, weights in any other form are not marked, and their values are read.
-    """
+    """Mark weights that are codes in the files, in `form` if it is given, so that the sharded model keeps the codes."""
     kept: dict[str, int] = {}
     lost = 0
     for place in places_of(model):

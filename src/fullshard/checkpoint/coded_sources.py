@@ -20,11 +20,7 @@ from fullshard.features.quantized_weights.marks import Mark
 
 
 def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSource:
-    """Return the tensor called `name`, which is needed to decode the tensor called `key`.
-
-    Raises:
-        CheckpointError: The files do not contain it.
-    """
+    """Return the tensor `name`, which is needed to decode the tensor `key`, or raise `CheckpointError`."""
     if name not in stored:
         raise CheckpointError(f"{stored[key].where} holds {key}, but no file in its directory holds {name}")
     return stored[name]
@@ -33,10 +29,7 @@ def partner(stored: Mapping[str, TensorSource], name: str, key: str) -> TensorSo
 def coded_source(
     shape: tuple[int, ...], form: StoredForm, parts: list[TensorSource], *, is_transposed: bool = False
 ) -> TensorSource:
-    """Return the source of a weight from the sources of its codes and scales.
-
-    Each of these sources is a tensor in the files, flattened in block order.
-    """
+    """Return the source of a weight from the sources of its codes and scales, each flattened in block order."""
     mark = Mark(form.name, is_transposed) if FORMS[form.name] == form else None
     coded = CodedSource(form, mark, dict(zip((part.name for part in form.parts), parts, strict=True)))
     read: Callable[[Interval, torch.Tensor], None] = functools.partial(_read_decoded, coded, math.prod(shape))
@@ -71,10 +64,7 @@ def fill_cut(
     interval: Interval,
     out: Mapping[str, torch.Tensor],
 ) -> bool:
-    """Read the codes and scales of the elements in `interval` of this rank's part of a weight.
-
-    Return False if tensor parallelism splits the weight inside a block.
-    """
+    """Read codes and scales of this rank's elements in `interval`. Return False if a cut divides a block."""
     pieces = [piece for part in range(chunking.parts) for piece in chunking.pieces(shape, part)]
     if chunking.dim == len(shape) - 1 and any(bound % coded.form.atom for piece in pieces for bound in piece):
         return False

@@ -24,16 +24,13 @@ _BITSANDBYTES_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
-    """A tensor of optimizer state, stored as codes and scales in the same way as in its optimizer. See `CodeRecord`.
-
-    `dtype` is the dtype of the decoded values.
-    """
+    """A tensor of optimizer state, stored as codes and scales in the same way as in its optimizer. See `CodeRecord`."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     book: torch.Tensor | None
     record: CodeRecord
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the decoded values
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return the tensors to store, keyed by the suffix of their names."""
@@ -43,19 +40,14 @@ class CodedTensor:
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
         """Encode `values` and overwrite the codes and scales in place."""
-        # On the device of the scales, because codes in paged memory look like host memory.
-        codes, scales = encode(
-            values.to(self.scales.device, torch.float32), self.book, bits=self.record.bits, block=self.record.block
-        )
+        values = values.to(self.scales.device, torch.float32)  # codes in paged memory look like host memory
+        codes, scales = encode(values, self.book, bits=self.record.bits, block=self.record.block)
         self.codes.view(-1).copy_(codes)
         self.scales.copy_(scales)
 
 
 def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
-    """Return the tensors of one parameter's state that are stored as codes, by key.
-
-    The second result contains further keys of the state, whose tensors are part of these coded tensors.
-    """
+    """Return the coded tensors of one parameter's state by key, and the keys of the other tensors in them."""
     found: dict[str, CodedTensor] = {}
     parts: set[str] = set()
     for key, value in state.items():
@@ -113,10 +105,7 @@ def _of_torchao(value: Any, bits: int) -> CodedTensor:
 
 
 def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None:
-    """Return the state that the optimizer's first step would create for parameter `index` of group `group`.
-
-    Return None if the optimizer keeps its state as ordinary tensors.
-    """
+    """Return the state that the optimizer would create for a parameter, or None if it consists of ordinary tensors."""
     parameter = optimizer.param_groups[group]["params"][index]
     if isinstance(parameter, ShardedParameter):
         parameter = local_parameter(parameter)

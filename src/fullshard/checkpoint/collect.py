@@ -118,18 +118,12 @@ class RankWriter:
         values = _states(model, arguments, is_kept=rank == 0)
         self.states = {name: encode_value(value, where=name, tensors=stored) for name, value in values.items()}
         self.groups = [] if optimizer is None else group_records(optimizer, self.parameters, stored)
-        mine = [
-            local
-            for local in (*self.parameters, *self.buffers)
-            if local.is_writer and local.interval.numel and self._is_stored(local)
-        ]
-        self._tensors = {
-            local.name: (
-                *(stored_dtype(local.tensor, where=local.name), local.interval.start, local.interval.stop),
-                local.form,
-            )
-            for local in mine
-        }
+        held = [*self.parameters, *self.buffers]
+        mine = [local for local in held if local.is_writer and local.interval.numel and self._is_stored(local)]
+        self._tensors: dict[str, tuple[str, int, int, FormRecord | None]] = {}
+        for local in mine:
+            dtype, interval = stored_dtype(local.tensor, where=local.name), local.interval
+            self._tensors[local.name] = dtype, interval.start, interval.stop, local.form
         self._state: dict[str, dict[str, StateReport]] = {}
         for entry in (*state, *averages):
             self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
@@ -169,33 +163,22 @@ class RankWriter:
         try:
             return write_tensors(path, tensors, rank_metadata(self.store.save_id, self.rank))
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"rank 0 created {path.parent}, but rank {self.rank} cannot see it",
-                hint="save to a directory that all hosts share",
-            ) from error
+            what = f"rank 0 created {path.parent}, but rank {self.rank} cannot see it"
+            raise CheckpointError(what, hint="save to a directory that all hosts share") from error
         except OSError as error:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
     def manifest(self, reports: Sequence[RankReport], *, parts: int = 1, is_shared: bool = True) -> Manifest:
-        """Merge the reports of all ranks into the manifest. Only rank 0 calls this.
-
-        If all ranks write to one shared directory, also check the sizes of the files. For `parts`, see
-        `Manifest.parts`.
-        """
+        """Merge all ranks' reports into the manifest, on rank 0. Check file sizes if all ranks share a directory."""
         mesh, optimizer = self.mesh, None
         if self.optimizer is not None:
             optimizer = OptimizerRecord(
                 kind=type(self.optimizer).__name__, groups=tuple(self.groups), state=_merge_state(reports)
             )
         parameters = _merge_tensors(self.parameters, reports, self._is_stored)
+        has_forms, has_tiles = (any(getattr(r, has) for r in parameters.values()) for has in ("form", "tiles"))
         manifest = Manifest(
-            format_version=4
-            if any(record.form for record in parameters.values())
-            else 3
-            if self.store.own_names
-            else 2
-            if any(record.tiles for record in parameters.values())
-            else 1,
+            format_version=4 if has_forms else 3 if self.store.own_names else 2 if has_tiles else 1,
             own_names=self.store.own_names,
             save_id=self.store.save_id,
             saved_at=next_stamp(),
@@ -212,19 +195,16 @@ class RankWriter:
             optimizer=optimizer,
             states=self.states,
         )
-        unknown = {name for r in reports for name in (*r.tensors, *r.state)} - {
-            *manifest.parameters,
-            *manifest.buffers,
-        }
+        saved = {name for report in reports for name in (*report.tensors, *report.state)}
+        unknown = saved - manifest.parameters.keys() - manifest.buffers.keys()
         problems = [f"another rank saved {name!r}, which rank 0 does not have" for name in sorted(unknown)]
         problems += structure_problems(manifest)
-        sizes = sizes_in(self.store.directory, manifest.files) if is_shared else {}
-        for name, record in manifest.files.items() if is_shared else ():
-            # ensures that all ranks wrote into the same directory, not into different ones with the same name
-            if sizes.get(name) != record.nbytes:
-                problems.append(
-                    f"rank 0 cannot find {name} with {record.nbytes} bytes; check that all hosts share the directory"
-                )
+        if is_shared:  # and not written to different directories with the same name
+            sizes = sizes_in(self.store.directory, manifest.files)
+            absent = [
+                f"{name} with {r.nbytes} bytes" for name, r in manifest.files.items() if sizes.get(name) != r.nbytes
+            ]
+            problems += [f"rank 0 cannot find {f}; check that all hosts share the directory" for f in absent]
         if problems:
             raise CheckpointError("the state that the ranks saved is incomplete:\n" + "\n".join(problems))
         return manifest
@@ -286,34 +266,26 @@ def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
 
 def _state_report(entry: StateEntry, rank: int) -> StateReport:
     if entry.layout is None:
-        value = encode_plain(entry.value, where=f"optimizer state {entry.name}")
-        return StateReport(record=StateValueRecord(value=value))
-    interval = entry.parameter.interval
-    if isinstance(entry.value, CodedTensor):
-        held = entry.value
-        coded = StateTensorRecord(
-            shape=entry.parameter.shape,
-            dtype=dtype_name(held.dtype),
-            pieces=(CodedPieceRecord(rank=rank, start=interval.start, stop=interval.stop, coding=held.record),),
-            layout="interval",
-            tiles=chunking_record(entry.parameter.chunking),
-        )
-        return StateReport(record=coded)
-    tensor: torch.Tensor = entry.value
-    start, stop = (interval.start, interval.stop) if entry.layout == "interval" else (0, tensor.numel())
+        plain = encode_plain(entry.value, where=f"optimizer state {entry.name}")
+        return StateReport(record=StateValueRecord(value=plain))
+    value, local, is_copy = entry.value, entry.parameter, entry.layout == "replicated"
+    start, stop = (0, value.numel()) if is_copy else (local.interval.start, local.interval.stop)
+    if isinstance(value, CodedTensor):
+        piece: PieceRecord = CodedPieceRecord.model_construct(rank=rank, start=start, stop=stop, coding=value.record)
+        dtype = dtype_name(value.dtype)
+    else:
+        piece = PieceRecord.model_construct(rank=rank, start=start, stop=stop)
+        dtype = stored_dtype(value, where=entry.name)
     # Skip validation, which would delay training; rank 0 validates the reports it receives.
-    piece = PieceRecord.model_construct(rank=rank, start=start, stop=stop)
-    return StateReport.model_construct(
-        record=StateTensorRecord.model_construct(
-            shape=entry.parameter.shape if entry.layout == "interval" else tuple(tensor.shape),
-            dtype=stored_dtype(tensor, where=entry.name),
-            pieces=(piece,) if entry.is_stored_here and stop > start else (),
-            layout=entry.layout,
-            tiles=chunking_record(entry.parameter.chunking) if entry.layout == "interval" else None,
-            is_on_host=entry.layout == "replicated" and tensor.device.type == "cpu",
-        ),
-        digest=google_crc32c.value(tensor_bytes(tensor)) if entry.layout == "replicated" else 0,
+    record = StateTensorRecord.model_construct(
+        shape=tuple(value.shape) if is_copy else local.shape,
+        dtype=dtype,
+        pieces=(piece,) if entry.is_stored_here and piece.interval.numel else (),
+        layout=entry.layout,
+        tiles=None if is_copy else chunking_record(local.chunking),
+        is_on_host=is_copy and value.device.type == "cpu",
     )
+    return StateReport.model_construct(record=record, digest=google_crc32c.value(tensor_bytes(value)) if is_copy else 0)
 
 
 def _merge_tensors(

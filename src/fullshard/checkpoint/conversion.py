@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +29,7 @@ _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.
 
 @dataclass(frozen=True)
 class Outline:
-    """The description of a model that Transformers' conversion rules need.
-
-    It contains the configuration and the names, shapes and dtypes of the unsharded tensors.
-    """
+    """The configuration of a model, and its unsharded tensors on the meta device, as conversion rules need them."""
 
     config: Any
     base_model_prefix: str
@@ -78,11 +74,7 @@ class Group:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether each row of the result can be computed separately.
-
-        This is the case if the rule stacks lists of equal length along dim 0 and no later step mixes the rows. Then one
-        expert of a layer can be read without the others.
-        """
+        """Return whether rows of the result can be computed one by one, such as one expert without the others."""
         first, *others = self.rule.operations
         stacks = type(first).__name__ == "MergeModulelist" and first.dim == 0 and len(self.rule.target_patterns) == 1
         keeps = all(
@@ -155,12 +147,7 @@ class Rules:
         return as_it_is, list(groups.values()), unused, again
 
     def save(self, names: Iterable[str]) -> tuple[dict[str, str], list[Group]]:
-        """Return how to store the model's tensors named `names`.
-
-        Returns:
-            The names in the files of tensors that are stored unchanged, keyed by model name, and the groups that
-            convert the other tensors.
-        """
+        """Return the names in files of unchanged tensors, by model name, and the groups that convert the others."""
         as_it_is: dict[str, str] = {}
         groups: dict[str, Group] = {}
         for name in sorted(names, key=_natural):
@@ -194,30 +181,19 @@ def loading_rules(model: nn.Module, outline: Outline) -> Rules:
 
 
 def saving_rules(model: nn.Module, outline: Outline) -> Rules:
-    """Return the rules that convert the tensors of `model` to a Hugging Face directory.
-
-    These are the rules with which the model was loaded, in reverse. If it was not loaded from files, they are the
-    reversed rules of its class.
-    """
+    """Return the rules that convert `model` to a directory: those it was loaded with, or its class's, in reverse."""
     mapping = _conversion_mapping()
     if mapping is None or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return Rules(outline, ())
     transforms = getattr(model, "_weight_conversions", None)
-    if transforms is None:
-        transforms = [
-            transform
-            for transform in mapping.get_model_conversion_mapping(model, add_legacy=False)
-            # If the model was not loaded from files, it is unknown whether the prefix applies.
-            if type(transform).__name__ != "PrefixChange"
-        ]
+    if transforms is None:  # The model was not loaded from files, so it is unknown whether a prefix applies.
+        known = mapping.get_model_conversion_mapping(model, add_legacy=False)
+        transforms = [transform for transform in known if type(transform).__name__ != "PrefixChange"]
     return Rules(outline, [transform.reverse_transform() for transform in reversed(transforms)])
 
 
 def outline_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outline:
-    """Return the outline of a model with these tensors, keyed by name.
-
-    Only the shapes and dtypes of the tensors are used, not their values.
-    """
+    """Return the outline of a model with tensors of these names, shapes and dtypes. Their values are not used."""
     metas = {clean_name(name): tensor.detach().to("meta") for name, tensor in tensors.items()}
     return Outline(getattr(model, "config", None), getattr(model, "base_model_prefix", ""), metas)
 
@@ -244,11 +220,9 @@ def _natural(name: str) -> list[tuple[int, Any, int]]:
     """Return a sort key that orders numbers in names by value, as Transformers orders the tensors of a group."""
     parts: list[tuple[int, Any, int]] = []
     for part in name.split("."):
-        if part.isdigit():
-            parts.append((0, int(part), 0))
-        else:
-            text, digits = re.fullmatch(r"(.*?)(\d*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
-            parts.append((1, text, int(digits) if digits else -1))
+        text = part.rstrip("0123456789")
+        number = int(part[len(text) :] or -1)
+        parts.append((1, text, number) if text or number < 0 else (0, number, 0))
     return parts
 
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -77,8 +76,7 @@ class MemoryCopies:
         self.max_lost_steps = int(MAX_LOST_STEPS.read() or 0) if max_lost_steps is None else max_lost_steps
         if self.max_lost_steps < 1:
             raise ConfigError(
-                f"max_lost_steps is {self.max_lost_steps}, but it must be at least 1",
-                hint="use 1 or more",
+                f"max_lost_steps is {self.max_lost_steps}, but it must be at least 1", hint="use 1 or more"
             )
         self.directory = find_copies_directory()
         if not may_be_started_again():
@@ -152,10 +150,8 @@ class MemoryCopies:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._saver.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._saver.__exit__(*error)
 
     def _begin(self, step: int, arguments: SaveArguments) -> None:
         self._wait()
@@ -163,9 +159,9 @@ class MemoryCopies:
         arguments["extra"] = {**(arguments.get("extra") or {}), "step": step}
         arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
         destination = Destination.of(arguments["model"], self.directory / f"step-{step:06d}")
-        ranks, hosts = destination.ranks, self._hosts
-        directory = self.directory / f"step-{step:06d}-{destination.save_id}"
-        store = _CopyStore(directory, destination.save_id)
+        ranks, hosts, save_id = destination.ranks, self._hosts, destination.store.save_id
+        directory = self.directory / f"step-{step:06d}-{save_id}"
+        store = _CopyStore(directory, save_id)
         writer = ranks.together("collecting the state", lambda: RankWriter(store, hosts.rank, arguments))
         sizes = ranks.everywhere(writer.nbytes)
         nbytes = sum(sizes[rank] for rank in hosts.kept_by(hosts.host_of(hosts.rank)))
@@ -222,10 +218,7 @@ class HostGrid:
         return rank // self.per_host
 
     def partner_of(self, rank: int) -> int | None:
-        """Return the rank on the next host that keeps a second copy of this rank's files.
-
-        Return None if there is only one host.
-        """
+        """Return the rank on the next host that keeps a copy of this rank's files, or None with one host."""
         return (rank + self.per_host) % self.world_size if self.world_size > self.per_host else None
 
     def kept_by(self, host: int) -> list[int]:
@@ -247,10 +240,7 @@ def transfers(
         first = host * hosts.per_host
         wants = set().union(*wanted[first : first + hosts.per_host])
         for number, name in enumerate(sorted(name for name in wants if host not in held[name])):
-            there, local = (
-                held[name][host % len(held[name])],
-                number % hosts.per_host,
-            )  # spread over all hosts that have it
+            there, local = held[name][host % len(held[name])], number % hosts.per_host  # spread over its hosts
             found.append((name, there * hosts.per_host + local, first + local))
     return found
 

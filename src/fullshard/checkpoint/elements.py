@@ -13,18 +13,12 @@ from fullshard.core.errors import CheckpointError
 
 
 def wraps_others(tensor: torch.Tensor) -> bool:
-    """Return whether the class of `tensor` overrides `__torch_dispatch__`.
-
-    The elements of such a tensor may be stored in other tensors that it wraps.
-    """
+    """Return whether the class of `tensor` overrides `__torch_dispatch__`, so that it may wrap other tensors."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
-    """Return the name of a tensor's dtype without `torch.`, as it is written in the manifest.
-
-    Raise `CheckpointError` if safetensors cannot store the tensor. `where` names the tensor in the error.
-    """
+    """Return a tensor's dtype as in the manifest. Raise `CheckpointError` if safetensors cannot store it."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout is not torch.strided:
         raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot store")

@@ -70,7 +70,7 @@ def export_hf(
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     final = local_path(path).absolute()
     destination = Destination.of(model, final, overwrite=overwrite)
-    ranks, temp = destination.ranks, temp_directory(final, destination.save_id)
+    ranks, temp = destination.ranks, temp_directory(final, destination.store.save_id)
     with destination.discarded_on_failure():
         plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, limit=limit, cast=cast))
         destination.make("exporting")
@@ -95,10 +95,7 @@ def is_exported_as_it_is(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Parameters and buffers that are converted together and stored in the same file.
-
-    A batch is either one tensor that is stored unchanged under `stored_name`, or several that `group` converts.
-    """
+    """Tensors that are converted together by `group`, or one tensor that is stored unchanged under `stored_name`."""
 
     sources: list[LocalTensor]
     names: list[str]
@@ -154,10 +151,7 @@ class SavedLayout:
         return cls(model, local_tensors(model), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
-        """Start to gather the tensors of a batch. All ranks must call this.
-
-        The returned function returns the full tensors, and merges adapters into them if the model has any.
-        """
+        """Start to gather a batch on all ranks. Return a function for its full tensors, with adapters merged."""
         makers = [self._gather(source) for source in batch.sources]
         return lambda: [make() for make in makers]
 
@@ -179,8 +173,8 @@ class SavedLayout:
 
     def _name(self, source: LocalTensor) -> str:
         """Return the primary name of a tensor: the one that the model does not list as tied to another."""
-        names = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
-        return names[0] if names else source.name
+        names = (name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied))
+        return next(names, source.name)
 
 
 def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, SavedLayout]:

@@ -90,10 +90,7 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """The size of a data file and one checksum per chunk of `Manifest.chunk_nbytes` bytes.
-
-    The last chunk may be shorter.
-    """
+    """The size of a data file, and one checksum per chunk of `Manifest.chunk_nbytes` bytes or less."""
 
     nbytes: _Natural
     crc32c: tuple[_Natural, ...]
@@ -215,10 +212,8 @@ class TensorRecord(_Record):
         if self.numel >= 2**63:
             raise ValueError(f"{self.numel} elements")
         if tiles is not None and (tiles.dim >= len(self.shape) or self.shape[tiles.dim] % tiles.groups):
-            raise ValueError(
-                f"a tensor of shape {self.shape} cannot be divided into {tiles.groups} groups of tiles along dim "
-                f"{tiles.dim}",
-            )
+            groups = f"{tiles.groups} groups of tiles along dim {tiles.dim}"
+            raise ValueError(f"a tensor of shape {self.shape} cannot be divided into {groups}")
         return self
 
     @property
@@ -341,10 +336,7 @@ def stored_tensors(
 
 
 def is_for_others(name: str) -> bool:
-    """Return whether a directory inside a checkpoint is meant for other programs.
-
-    Such a directory is not needed to load the checkpoint.
-    """
+    """Return whether a directory inside a checkpoint is for other programs, so that loading does not need it."""
     return _FOR_OTHERS.fullmatch(name) is not None
 
 
@@ -355,10 +347,7 @@ def trainer_state(directory: Location) -> Location:
 
 
 def part_paths(directory: Location) -> list[Location]:
-    """Return the checkpoints of several models that were saved in one directory, in the order of the models.
-
-    Return an empty list if the directory is a checkpoint itself.
-    """
+    """Return the checkpoints of several models in a directory, in order, or none if it is a checkpoint itself."""
     found = [path for path in directory.glob(f"{_PART_PREFIX}*") if is_part(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PART_PREFIX)))
 
@@ -374,10 +363,7 @@ def is_part(name: str) -> bool:
 
 
 def rank_file_name(kind: str, rank: int, save_id: str = "") -> str:
-    """Return the name of one rank's data file. `kind` is `model`, `optimizer` or `state`.
-
-    The name contains `save_id` if it is given; see `Manifest.own_names`.
-    """
+    """Return the name of a rank's `model`, `optimizer` or `state` file. For `save_id`, see `Manifest.own_names`."""
     return f"{kind}-rank{rank:05d}{'.' * bool(save_id)}{save_id}.safetensors"
 
 

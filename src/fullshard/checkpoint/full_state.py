@@ -23,10 +23,7 @@ from fullshard.features import ShardedTensor
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a parameter or buffer as a full tensor. All ranks must call this.
-
-    A floating-point tensor is cast to `dtype` before it is gathered.
-    """
+    """Return a parameter or buffer as a full tensor, cast to `dtype` before the gather. All ranks must call this."""
     held: torch.Tensor = cast_floating(local.held, dtype)
     return local.tensor.spec.gather(held) if isinstance(local.tensor, ShardedTensor) else held
 
@@ -247,10 +244,9 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """Return the name in the state dict for each tensor of the model, or None for those that it does not contain.
+    """Return the name in the state dict (or None) for each tensor, the missing names, and the unexpected names.
 
-    The second and third results are the missing names and the unexpected names. Raise `CheckpointError` if a shape
-    differs or, if `strict`, a name is missing or unexpected.
+    Raise `CheckpointError` if a shape differs or, if `strict`, a name is missing or unexpected.
     """
     given = {clean_name(name): name for name in state_dict}
     names: list[str | None] = []

@@ -45,14 +45,9 @@ _HELD: dict[Location, int | ObjectPath] = {}
 
 @contextlib.contextmanager
 def lease(directory: Location) -> Iterator[None]:
-    """Reserve `directory` and everything in it for this process while the context is active.
+    """Reserve `directory` and everything in it while the context is active. Only one rank should enter it.
 
-    Only one rank should enter the context. At the end, all leases in `directory` that this process has taken are
-    released.
-
-    Raises:
-        ConfigError: another job has reserved it (the message gives its host, process and age), or the lease cannot be
-            created.
+    Raise `ConfigError` if another job has reserved it, or if that is not possible. Inner leases are released, too.
     """
     is_own = hold_folder(directory)
     try:
@@ -63,19 +58,13 @@ def lease(directory: Location) -> Iterator[None]:
 
 
 def hold_folder(directory: Location) -> bool:
-    """Reserve `directory` and everything in it until this process ends or calls `let_go`.
-
-    Return False if this process had already reserved it.
-    """
+    """Reserve a folder until `let_go` or the end of this process. Return False if this process already had it."""
     directory = directory.absolute()
     return _hold(directory / LEASE_NAME, lambda: directory.glob(".*" + LEASE_NAME + "*"))
 
 
 def hold_name(path: Location) -> bool:
-    """Reserve only `path`, not the folder that contains it, until this process ends or calls `let_go`.
-
-    Return False if this process had already reserved it.
-    """
+    """Reserve `path`, but not its folder, until `let_go`. Return False if this process has already reserved either."""
     path = path.absolute()
     if any(holds(parent) or (parent.name and _of_name(parent) in _HELD) for parent in path.parents):
         return False

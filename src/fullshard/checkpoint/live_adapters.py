@@ -39,10 +39,7 @@ def merge_adapters(
 
 
 def unmerge_adapters(model: nn.Module) -> None:
-    """Undo the merge of all merged adapters, as PEFT's `unmerge_adapter` does. All ranks must call this.
-
-    As with PEFT, adding and subtracting the adapter weights can leave rounding errors in the base weights.
-    """
+    """Undo the merge of all merged adapters. As with PEFT, rounding errors may remain. All ranks must call this."""
     rest(model)
     for layer in _layers(model):
         if layer.merged_adapters:
@@ -50,10 +47,7 @@ def unmerge_adapters(model: nn.Module) -> None:
 
 
 def use_sharded_methods(model: Any) -> None:
-    """Replace the methods of a PEFT model that would give wrong results on sharded parameters.
-
-    The new methods either give correct results or raise an error.
-    """
+    """Replace methods of a PEFT model that are wrong for sharded parameters with correct ones, or with an error."""
     for name, method in (
         ("merge_adapter", merge_adapters),
         ("unmerge_adapter", unmerge_adapters),

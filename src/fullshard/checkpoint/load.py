@@ -6,6 +6,7 @@ and every file verified by one rank. The files are then read and verified again,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -155,10 +156,7 @@ def load_proved(
 
 
 def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
-    """Read and verify every byte of the files of the given kinds. All ranks must call this.
-
-    The ranks divide the files among themselves, so that each file is read once.
-    """
+    """Read and verify every byte of the files of these kinds, each on one rank. All ranks must call this."""
 
     def prove() -> None:
         if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):
@@ -234,7 +232,7 @@ class _Load:
 
     def read(self) -> dict[str, torch.Tensor]:
         """Fill all targets. Return the stored tensors that do not belong to the model or the optimizer."""
-        with Readers(self.directory, self.manifest) as readers:
+        with contextlib.closing(Readers(self.directory, self.manifest)) as readers:
             # in file order, so that each file is read from front to back
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
@@ -375,12 +373,8 @@ class _Load:
 
 def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a value is a tensor of `dtype` that has the same device, shape and strides as `like`."""
-    place = like.device, like.shape, like.stride()
-    return (
-        isinstance(value, torch.Tensor)
-        and (value.device, value.shape, value.stride()) == place
-        and value.dtype == dtype
-    )
+    wanted = like.device, like.shape, like.stride(), dtype
+    return isinstance(value, torch.Tensor) and (value.device, value.shape, value.stride(), value.dtype) == wanted
 
 
 @torch.no_grad()

@@ -27,10 +27,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class ObjectPath(PurePosixPath):
-    """A path in an object store.
-
-    A path is a directory as long as the store contains an object whose name starts with that path.
-    """
+    """A path in an object store. It is a directory as long as an object exists whose name starts with it."""
 
     __slots__ = ()
 
@@ -97,10 +94,7 @@ class ObjectPath(PurePosixPath):
         self._ask("written", "pipe_file", data)
 
     def create(self, data: bytes) -> bool:
-        """Create an object unless it already exists, and return whether it was created.
-
-        If several processes try this at the same time, only one succeeds, provided that the store supports this.
-        """
+        """Create an object unless it exists, and return whether it was created. Of several jobs, only one succeeds."""
         with asked(self, "written"):
             try:
                 self._files().pipe_file(str(self), data, mode="create")
@@ -114,10 +108,7 @@ class ObjectPath(PurePosixPath):
         return True
 
     def open(self, mode: str, **options: Any) -> Any:
-        """Open an object as an fsspec file, which is read or sent in blocks.
-
-        A new object exists only after the file has been closed and committed.
-        """
+        """Open an object as an fsspec file. A new object exists only after the file has been closed and committed."""
         return self._ask("written" if mode == "wb" else "read", "open", mode, **options)
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -232,10 +223,7 @@ def at_exit(function: Callable[[], None]) -> None:
 
 
 def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of those of the named files that exist directly in the directory.
-
-    An object store is queried only once for all of them.
-    """
+    """Return the sizes of the named files that exist in a directory, with a single request to an object store."""
     if isinstance(directory, ObjectPath):
         there = directory.beneath()
         return {name: there[name] for name in names if name in there}

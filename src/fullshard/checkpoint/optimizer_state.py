@@ -20,17 +20,13 @@ from fullshard.features.matrices import MatrixOptimizer
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One value in the state that this rank has of a parameter.
-
-    The value is a tensor or a `CodedTensor`. If `layout` is None, it is a Python value. If `is_owned` is set, only this
-    rank has the value.
-    """
+    """One value in a parameter's state: a tensor, a `CodedTensor`, or a Python value (then `layout` is None)."""
 
     parameter: LocalTensor
     key: str
     value: Any
     layout: Literal["interval", "replicated"] | None
-    is_owned: bool = False
+    is_owned: bool = False  # whether only this rank has the value
 
     @property
     def name(self) -> str:
@@ -39,20 +35,14 @@ class StateEntry:
 
     @property
     def is_stored_here(self) -> bool:
-        """Return whether this rank writes the value to its file.
-
-        If all ranks have the same tensor, the rank that owns element 0 of the parameter writes it.
-        """
+        """Return whether this rank writes the value. The owner of element 0 writes what all ranks have."""
         if self.layout == "replicated":
             return self.is_owned or self.parameter.interval.start == 0
         return self.layout == "interval"
 
 
 def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer itself, without the wrapper that `Accelerator.prepare` puts around it.
-
-    Checkpoints contain the class and the state of the optimizer itself.
-    """
+    """Return the optimizer itself, which checkpoints contain, without the wrapper of `Accelerator.prepare`."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -91,11 +81,7 @@ def group_records(
 
 
 def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
-    """Yield the values of optimizer state that this rank reports.
-
-    These are the state of each parameter of which this rank saves at least one element, and the state of the matrices
-    that this rank owns.
-    """
+    """Yield the optimizer state that this rank reports: for elements that it saves and matrices that it owns."""
     for members in group_parameters(optimizer, parameters):
         for parameter, local in members:
             state = as_local(optimizer.state.get(parameter, {}))

@@ -60,10 +60,9 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
 
 
 def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
-    """Return the names of weights that the saved model class did not have, such as those of a new head or pooler.
+    """Return the names of weights that the saved class did not have, such as those of a new head.
 
-    The configuration gives the name of the saved class. If that class cannot be created here, every weight outside the
-    base model counts as part of a new head.
+    The configuration names this class. If it cannot be created here, every weight outside the base model counts as new.
     """
     if not names:
         return set()

@@ -362,11 +362,9 @@ class PretrainedWeights:
     def _read_row_norms(self, base: Any, out: torch.Tensor) -> None:
         """Compute DoRA's initial magnitudes, the row norms of the base weight, a few rows at a time."""
         if is_exact(base.weight):
-            values = dequantised(base)
-            dtype = torch.promote_types(
-                values.dtype, getattr(base, "compute_dtype", torch.float32)
-            )  # the dtype in which PEFT adds B
-            out.copy_(torch.linalg.norm(values.to(dtype), dim=1))
+            values, computes = dequantised(base), getattr(base, "compute_dtype", torch.float32)
+            # in the dtype in which PEFT adds B
+            out.copy_(torch.linalg.norm(values.to(torch.promote_types(values.dtype, computes)), dim=1))
             return
         stored = self._sources.get(self._names.get((id(base), "weight"), ""))
         if stored is None or stored.shape != tuple(base.weight.shape):

@@ -15,10 +15,7 @@ from fullshard.plan.quantized import Conversion, is_stacked
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """Count the quantised and unquantised parameters of a model that is not sharded yet.
-
-    The model can be on any device. Adapters are not counted.
-    """
+    """Count the quantised and unquantised parameters, without adapters, of a model that is not sharded yet."""
     config, seen, adapters = _quantization_config(model), set[int](), adapter_modules(model)
     found = Conversion(is_asked_for=config is not None)
     adapted = {id(module.get_base_layer()) for module in _adapted(model) if hasattr(module, "base_layer")}
@@ -50,10 +47,9 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
-    """Mark the large weights that bitsandbytes' settings include, but for which bitsandbytes has no layer.
+    """Mark large weights that bitsandbytes' settings include, but for which it has no layer, to quantise them at rest.
 
-    They are then quantised at rest. If `freezes` is set, they are frozen like those in bitsandbytes layers; otherwise,
-    trainable weights stay unquantised. Weights that are already stored in another quantised form keep it.
+    They are frozen if `freezes` is set. Otherwise, trainable weights stay unquantised. Weights in another form keep it.
     """
     config = _quantization_config(model)
     if config is None:
@@ -67,10 +63,7 @@ def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
-    """Return the ids of all modules that belong to adapters of any kind.
-
-    Files of the base model do not contain the parameters of these modules.
-    """
+    """Return the ids of all modules of adapters of any kind, which files of the base model do not contain."""
     found: set[int] = set()
     for module in _adapted(model):
         for kind in module.adapter_layer_names:

@@ -36,10 +36,7 @@ def _spread(parameter: ShardedParameter) -> int:
 
 
 class Ranks:
-    """All ranks of the job, as seen from this rank, and the device that it sends messages from.
-
-    All ranks must call each of the methods.
-    """
+    """All ranks of the job, as seen from this rank. All of them must call each of the methods."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -109,10 +106,9 @@ class Ranks:
         return found
 
     def exchange(self, sent: Sequence[tuple[int, Bytes]], received: Sequence[tuple[int, Bytes]]) -> None:
-        """Send bytes to other ranks and receive bytes from them. Each item is (rank, buffer).
+        """Send bytes to other ranks and receive bytes from them. Each item is (rank, buffer in host memory).
 
-        Two ranks must list the messages between them in the same order. The buffers must be in host memory, so these
-        `Ranks` must have been created by `apart`.
+        Two ranks must list the messages between them in the same order. Call this on the result of `apart`.
         """
         with self._peers("exchanging data"):
             tensors, works = [], []
@@ -149,10 +145,7 @@ class Ranks:
                 dist.broadcast(as_sent(tensor.view(-1)), src=0, group=self._group)
 
     def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
-        """Run `function` on every rank, and return its result. If it fails on any rank, raise `kind` on all of them.
-
-        `function` must not communicate. `doing` describes the task in the error.
-        """
+        """Run `function`, which must not communicate, on every rank. If it fails on one rank, raise `kind` on all."""
         result: list[T] = []
         error: Exception | None = None
         try:
@@ -182,10 +175,7 @@ class Ranks:
     def on_rank_0(
         self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError
     ) -> T | None:
-        """Run `function` on rank 0 only. If it fails, raise an error on every rank.
-
-        Return its result on rank 0, and None on the other ranks.
-        """
+        """Run `function` on rank 0. Return its result there and None elsewhere, or raise an error on every rank."""
         return self.together(doing, lambda: function() if self.rank == 0 else None, kind=kind)
 
     def _numbers(self, own: int) -> list[int]:
@@ -210,10 +200,9 @@ class Ranks:
 
 
 def all_come(where: str, seconds: float) -> bool:
-    """Return whether all ranks call this function within `seconds`.
+    """Return whether all ranks call this within `seconds`. It returns False instead of waiting forever.
 
-    Unlike a collective, it does not wait forever: it returns False if other ranks do not call it in time. All ranks
-    must call it equally often, not counting the calls that returned False.
+    All ranks must call it equally often, not counting the calls that returned False.
     """
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -45,12 +44,6 @@ class Readers:
         self._directory, self._manifest = directory, manifest
         self._open: OrderedDict[str, TensorFileReader] = OrderedDict()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close all files."""
         for reader in self._open.values():
@@ -81,10 +74,7 @@ class Readers:
         *,
         chunking: Chunking = UNCUT,
     ) -> None:
-        """Read the elements in `interval` of a stored tensor into `out`, which is in host memory.
-
-        The interval counts elements in the order of `chunking`.
-        """
+        """Read the elements in `interval`, counted in the order of `chunking`, into `out`, which is in host memory."""
         read = functools.partial(self._read_pieces, kind, name, record)
         if record.form is not None and record.form.is_transposed:
             read = functools.partial(read_transposed, read, record.shape)
@@ -108,8 +98,8 @@ class Readers:
     ) -> None:
         """Read optimizer state into a tensor that the optimizer keeps as codes.
 
-        If the same piece was saved with the same coding, codes and scales are copied unchanged. Otherwise, the values
-        are decoded and encoded again.
+        Codes of the same piece with the same coding are copied unchanged. Otherwise, the decoded values are encoded
+        again.
         """
         pieces = record.pieces if record.chunking == chunking else ()
         same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
@@ -125,10 +115,7 @@ class Readers:
         out.write(values)
 
     def fill_parts(self, out: CodedPart, name: str, record: TensorRecord, interval: Interval) -> None:
-        """Read the codes and scales of weights that stay codes at rest, without decoding them.
-
-        This works at every world size, because the blocks are always the same.
-        """
+        """Read the codes and scales of weights that stay codes. Their blocks are the same at every world size."""
         for read in plan_reads(pieces_of(record), interval):
             assert isinstance(read.piece, CodedPieceRecord)  # noqa: S101 -- it has been compared with the model
             parts = self._coded_parts("model", name, record.dtype, read.piece, read.source)
@@ -163,10 +150,7 @@ class Readers:
         return result
 
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that one rank saved for itself, in host memory.
-
-        Return an empty dict if it did not save any.
-        """
+        """Return the tensors that one rank saved for itself, in host memory, or an empty dict if it saved none."""
         name = self._manifest.file_name("state", rank)
         if name not in self._manifest.files:
             return {}
@@ -203,10 +187,7 @@ def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tupl
 
 
 def plan_reads(pieces: Sequence[PieceRecord], wanted: Interval) -> list[Read]:
-    """Return the ranges to read from the pieces of a tensor to get all wanted elements, in order.
-
-    The pieces must be sorted by start and must not have `coverage_problems`.
-    """
+    """Return the ranges to read for the wanted elements. The pieces must be sorted and without `coverage_problems`."""
     if wanted.numel == 0:
         return []
     first = max(0, bisect_right(pieces, wanted.start, key=lambda piece: piece.start) - 1)

@@ -18,10 +18,7 @@ _PYTHON_VERSION = 3
 
 
 def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the state of the random number generators of Python, NumPy and torch.
-
-    For torch, these are the generators of the host and of `device`.
-    """
+    """Return the state of the generators of Python, NumPy and torch, the latter for the host and for `device`."""
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
         raise CheckpointError(f"Python's random state has version {version}, expected {_PYTHON_VERSION}")
@@ -42,10 +39,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
-    """Restore the state of random number generators from the tensors that `rng_tensors` returned.
-
-    Return the names of generators that are only in the stored state or only in this process.
-    """
+    """Restore generators from `rng_tensors`. Return the names of those that only the state or only the process has."""
     setters: dict[str, Callable[[torch.Tensor], Any]] = {
         "python": lambda words: random.setstate(
             (_PYTHON_VERSION, tuple(words.tolist()), next(iter(tensors[RNG_PREFIX + "python_gauss"].tolist()), None))

@@ -108,11 +108,6 @@ class Destination:
         final: Location = self.store.final
         return final
 
-    @property
-    def save_id(self) -> str:
-        """Return the id that distinguishes this save from all other saves."""
-        return self.store.save_id
-
     def make(self, doing: str, *, several: bool = False) -> None:
         """Prepare the destination; see `Store.prepare`. All ranks must call this."""
 
@@ -201,10 +196,7 @@ class Pending(ABC):
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> PendingSave:
-    """Do the part of a save during which training must pause. All ranks must call this.
-
-    If `memory` is given, the state is copied into it, so that training can continue while the state is written.
-    """
+    """Do the part of a save that pauses training, with a copy to `memory` if it is given. All ranks must call this."""
     total_limit, model = arguments.get("total_limit"), arguments["model"]
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
     if total_limit is not None and total_limit < 1:
@@ -253,10 +245,7 @@ def prepare_parts(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> PendingParts:
-    """Prepare to save several models, as `prepare_save` does for one. All ranks must call this.
-
-    The save creates a directory that contains one checkpoint per model. All of them are committed together.
-    """
+    """Prepare to save several models, one directory each, which are committed together. All ranks must call this."""
     destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
     destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():

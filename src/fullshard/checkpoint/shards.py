@@ -20,10 +20,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
-    """Return the number of the file in which to store each tensor, in the order of `sizes`.
-
-    A new file is started when the current one would become larger than the limit.
-    """
+    """Return the number of the file for each tensor, so that no file with several tensors exceeds the limit."""
     numbers, number, filled = [], 0, 0
     for nbytes in sizes:
         if filled and filled + nbytes > limit:
@@ -53,10 +50,7 @@ def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> 
 
 
 def parse_size(size: int | str) -> int:
-    """Convert a number of bytes, or text such as `5GB` (10**9) or `5GiB` (2**30), to bytes.
-
-    Raise `ConfigError` for any other text.
-    """
+    """Convert a number of bytes, or text such as `5GB` (10**9) or `5GiB` (2**30), or raise `ConfigError`."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
     if nbytes < 1:

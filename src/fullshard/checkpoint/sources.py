@@ -21,10 +21,7 @@ _COMPARED_NUMEL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The result of matching a directory with a model.
-
-    It contains the sources, keyed by the model's names, and the names of stored tensors that are not used.
-    """
+    """The result of matching: sources by the model's names, and the names of stored tensors that are not used."""
 
     sources: dict[str, TensorSource]
     unused: list[str]

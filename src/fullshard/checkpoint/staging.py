@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from fullshard.core.sizes import round_up
+
 _ALIGNMENT = 64
 """In bytes: a cache line, which is a multiple of the size of every dtype."""
 
@@ -30,13 +32,13 @@ class HostMemory:
         """Copy tensors into one block, and return the copies. Both are grouped by kind of file and keyed by name."""
         flat = [tensor for named in tensors.values() for tensor in named.values()]
         is_remote = any(tensor.device.type != "cpu" for tensor in flat)
-        block, at = self._take(sum(_aligned(tensor.nbytes) for tensor in flat), pinned=is_remote), 0
+        block, at = self._take(sum(round_up(tensor.nbytes, _ALIGNMENT) for tensor in flat), pinned=is_remote), 0
         copies: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in tensors}
         for kind, named in tensors.items():
             for name, tensor in named.items():
                 copy = block[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[kind][name] = copy.copy_(tensor, non_blocking=True)
-                at += _aligned(tensor.nbytes)
+                at += round_up(tensor.nbytes, _ALIGNMENT)
         if is_remote:
             torch.accelerator.synchronize()
         return copies
@@ -50,7 +52,3 @@ class HostMemory:
             block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._used.append(block)
         return block
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

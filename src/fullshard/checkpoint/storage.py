@@ -22,10 +22,7 @@ _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create or replace a small file atomically.
-
-    After a crash, it has either the old or the new contents. Several processes may write the same file.
-    """
+    """Create or replace a small file atomically, even after a crash or with several writers at the same time."""
     temporary = _own_name(path)
     with temporary.open("wb") as file:
         file.write(data)
@@ -55,10 +52,7 @@ def temp_directory(final: Path, save_id: str) -> Path:
 
 
 def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
-    """Create the directory in which a save writes its files, and lock it until it is renamed to `final`.
-
-    Directories of killed saves with the same parent are removed.
-    """
+    """Create a save's directory, locked until it is renamed to `final`, and first remove those of killed saves."""
     try:
         if final.parent.is_dir():
             restore_replaced(final)
@@ -89,10 +83,7 @@ def refuse_file(path: Path) -> None:
 
 
 def refuse_current(path: Path) -> None:
-    """Raise `CheckpointError` if `path` is the current directory or contains it.
-
-    Otherwise, a user who passes `--overwrite` with `.` by mistake would lose everything in the current directory.
-    """
+    """Raise `CheckpointError` if `path`, for example `.` by mistake, contains the current directory."""
     try:
         current = Path.cwd()
     except FileNotFoundError:  # it no longer exists
@@ -168,11 +159,7 @@ def replaced_directories(final: Path) -> list[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a checkpoint. A crash during the removal leaves nothing that looks like a checkpoint.
-
-    Two saves in the same directory may both choose to remove this checkpoint. If the other save has already removed it,
-    this does nothing.
-    """
+    """Remove a checkpoint. A crash leaves nothing that looks like one. Another save may remove it at the same time."""
     aside = _own_name(path)
     try:
         path.rename(aside)

@@ -63,11 +63,7 @@ class Store:
         storage.require_room(storage.temp_directory(self.final, self.save_id), nbytes)
 
     def commit(self) -> None:
-        """Commit a complete save.
-
-        For a save of one model, `manifest` must be set. It stays None for several models, each of which has its own
-        manifest. If `final` was created after `prepare`, it is replaced only if `overwrite` is set.
-        """
+        """Commit a complete save, with `manifest` if it is of one model. Replace `final` only if `overwrite` is set."""
         temp = storage.temp_directory(self.final, self.save_id)
         if self.manifest is not None:
             storage.write_file(temp / MANIFEST_NAME, self.manifest)
@@ -79,10 +75,7 @@ class Store:
 
 
 class ObjectStore(Store):
-    """The location of one save in an object store.
-
-    It reserves the name, because two jobs that save under the same name would overwrite each other's files.
-    """
+    """The location of one save in an object store. It reserves the name, so that no second job overwrites the files."""
 
     final: ObjectPath
     _is_claimed = _is_prepared = _is_unsure = False
@@ -180,10 +173,7 @@ def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store
 
 @contextlib.contextmanager
 def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[Store]:
-    """Yield a store for one process to fill. The caller must set the manifest of the store.
-
-    The checkpoint is committed at the end of the block. If the block raises an error, all files are removed.
-    """
+    """Yield a store for one process, which must set its manifest. Commit it, or remove its files on an error."""
     note_stamps_in(final.parent)
     store = store_at(final, save_id, overwrite=overwrite)
     store.prepare()
@@ -199,10 +189,7 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
 
 @contextlib.contextmanager
 def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a directory to fill. Commit or remove it at the end, as `new_checkpoint` does.
-
-    Its files are flushed to disk before the commit.
-    """
+    """Yield a directory to fill. Flush its files to disk, and commit or remove it as `new_checkpoint` does."""
     with new_checkpoint(final, save_id, overwrite=overwrite):
         temp = storage.temp_directory(final, save_id)
         yield temp
@@ -230,10 +217,7 @@ def _saved_there(final: ObjectPath) -> str | None:
 
 
 def is_of_a_save(name: str) -> bool:
-    """Return whether an object could be a file of a save that was not committed.
-
-    `name` is its path relative to the checkpoint.
-    """
+    """Return whether the object with this path in a checkpoint could be a file of an uncommitted save."""
     directory, _, file = name.rpartition("/")
     if not directory:
         return is_data_file(file)

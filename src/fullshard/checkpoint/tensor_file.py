@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -92,17 +92,11 @@ class FileSink:
         self._file = file
 
     def write(self, data: memoryview) -> int:
-        """Append bytes, and return how many of them were written.
-
-        This can be fewer than were passed, for example if the disk is full.
-        """
+        """Append bytes, and return how many of them were written, which can be fewer, for example on a full disk."""
         return self._file.write(data) or 0
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Start writing this part of the file to disk, so that the later `fsync` takes less time.
-
-        This does nothing if the system is not Linux.
-        """
+        """Start writing a part of the file to disk, so that `fsync` takes less time. On Linux only."""
         if _SYNC_FILE_RANGE is not None:
             descriptor = self._file.fileno()
             _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
@@ -159,7 +153,7 @@ def open_to_read(path: Location) -> Any:
     return path.open("rb", buffering=0)
 
 
-class TensorFileWriter:
+class TensorFileWriter(contextlib.AbstractContextManager["TensorFileWriter"]):
     """Writes one new data file. `finish` returns its record once the file is safely on disk.
 
     Tensors must be written in the order of `storage_order(entries)`. The header contains the metadata.
@@ -193,29 +187,22 @@ class TensorFileWriter:
 
     def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
         """Append the next tensor in parts, so that only one of them is in memory at a time. See `write`."""
-        entry = self._pending.pop(0)
-        before = self._nbytes
+        entry, before = self._pending.pop(0), self._nbytes
         for part in parts if entry.name == name else ():
             self._append(part)
-        if entry.name != name or self._nbytes - before != entry.nbytes:
-            nbytes = self._nbytes - before
-            raise CheckpointError(
-                f"got tensor {name!r} with {nbytes} bytes, expected {entry.name!r} with {entry.nbytes}"
-            )
+        nbytes = self._nbytes - before
+        if (entry.name, entry.nbytes) != (name, nbytes):
+            expected = f"expected {entry.name!r} with {entry.nbytes}"
+            raise CheckpointError(f"got tensor {name!r} with {nbytes} bytes, {expected}")
 
     def finish(self) -> FileRecord:
         """Flush the file to disk, close it, and return its record."""
-        if self._pending:
-            raise CheckpointError(
-                f"{len(self._pending)} tensors were not written; the first is {self._pending[0].name!r}"
-            )
+        if rest := self._pending:
+            raise CheckpointError(f"{len(rest)} tensors were not written; the first is {rest[0].name!r}")
         if self._chunk_filled:
             self._crc32c.append(self._chunk_crc32c)
         self._file.finish()
         return FileRecord(nbytes=self._nbytes, crc32c=tuple(self._crc32c))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
@@ -241,10 +228,7 @@ class TensorFileWriter:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor in a file.
-
-    `dtype` is the name in safetensors. `start` and `stop` are byte positions from the start of the file.
-    """
+    """The location of a tensor in a file, in bytes from its start. `dtype` is the name in safetensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -252,11 +236,8 @@ class StoredTensor:
     stop: int
 
 
-class TensorFileReader:
-    """Reads parts of one data file, and verifies them.
-
-    All returned bytes match their checksums. If bytes do not, `CheckpointError` is raised.
-    """
+class TensorFileReader(contextlib.AbstractContextManager["TensorFileReader"]):
+    """Reads parts of one data file. Raises `CheckpointError` for bytes that do not match their checksums."""
 
     def __init__(self, path: Location, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
         self.path = path
@@ -272,9 +253,6 @@ class TensorFileReader:
             self._file.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -283,10 +261,7 @@ class TensorFileReader:
         self._file.close()
 
     def find(self, name: str, dtype: str, numel: int) -> StoredTensor:
-        """Return the location of the tensor called `name`.
-
-        Raise `CheckpointError` unless it has the given dtype (torch's name) and number of elements.
-        """
+        """Return the location of a tensor. Raise `CheckpointError` unless it has this dtype and number of elements."""
         stored = self.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self.path} does not hold {name!r}, which the manifest lists")
@@ -299,15 +274,10 @@ class TensorFileReader:
         return stored
 
     def read_into(self, start: int, out: Bytes) -> None:
-        """Fill `out` with bytes of the file, starting at byte `start`.
-
-        If they are damaged, raise `CheckpointError`. The contents of `out` are then undefined.
-        """
+        """Fill `out` with bytes of the file from `start`. Raise `CheckpointError` if they are damaged."""
         if start + out.nbytes > self._record.nbytes:
-            raise CheckpointError(
-                f"{self.path} ends at byte {self._record.nbytes}, but {out.nbytes} bytes were requested from byte "
-                f"{start}",
-            )
+            end = f"{self.path} ends at byte {self._record.nbytes}"
+            raise CheckpointError(f"{end}, but {out.nbytes} bytes were requested from byte {start}")
         filled = 0
         while filled < out.nbytes:
             index, offset = divmod(start + filled, self._chunk_nbytes)
@@ -393,10 +363,7 @@ class TensorFileReader:
 def parse_header(
     read: Callable[[int, int], bytes], size: int, *, where: str
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return the metadata of a safetensors file of `size` bytes, and the location of each tensor in it by name.
-
-    `read(start, nbytes)` must return these bytes of the file.
-    """
+    """Return the metadata of a safetensors file of `size` bytes, and its tensors. `read` takes (start, nbytes)."""
     nbytes = int.from_bytes(read(0, 8), "little")
     if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
         raise CheckpointError(f"{where} has a header length of {nbytes} bytes, but the file has {size} bytes")
@@ -431,10 +398,7 @@ def parse_header(
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
-    """Return the path of a file in `directory`. `name` comes from another file, which is not trusted.
-
-    Raise `CheckpointError` if `name` is not a plain file name.
-    """
+    """Return the path of a file in `directory`, or raise `CheckpointError` if the untrusted `name` is not in it."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{where} points to {name!r}, which is outside its directory")
     return directory / name

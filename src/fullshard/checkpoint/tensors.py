@@ -56,10 +56,7 @@ class LocalTensor:
 
     @property
     def held(self) -> torch.Tensor:
-        """Return this rank's elements as a plain tensor.
-
-        For a sharded tensor, these are the elements in `interval`, with shape (n,).
-        """
+        """Return this rank's elements as a plain tensor, which has shape (n,) if the tensor is sharded."""
         return self.tensor.local if isinstance(self.tensor, ShardedTensor) else self.tensor.detach()
 
 
@@ -82,20 +79,15 @@ def rest(model: nn.Module) -> None:
     """Reshard every unit of `model`, so that its parameters are the intervals that optimizers update."""
     for unit in units_of(model):
         if unit.is_pinned:
-            raise CheckpointError(
-                f"unit {unit.name!r} is kept unsharded",
-                hint="leave the `with unsharded(model)` block first",
-            )
+            what = f"unit {unit.name!r} is kept unsharded"
+            raise CheckpointError(what, hint="leave the `with unsharded(model)` block first")
         unit.reshard()
     for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
         schedule.settle()
 
 
 def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
-    """Return all parameters of a model in definition order, each once. `rest` must have been called before.
-
-    `rank` is used only to set `is_writer`.
-    """
+    """Return all parameters of a model at rest in definition order. `rank` is only used to set `is_writer`."""
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))
@@ -127,10 +119,7 @@ def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> b
 
 
 def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
-    """Return all persistent buffers of a model, each once; see `local_parameters`.
-
-    Every rank has all of them, and rank 0 saves them.
-    """
+    """Return all persistent buffers of a model, each once. Every rank has all of them, and rank 0 saves them."""
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module._buffers.items():
@@ -143,9 +132,9 @@ def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
     ]
 
 
-def local_tensors(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
+def local_tensors(model: nn.Module, *, on_meta: bool = False) -> list[LocalTensor]:
     """Return all parameters and persistent buffers of a model; see `local_parameters`."""
-    return [*local_parameters(model, rank=rank, on_meta=on_meta), *local_buffers(model, rank=rank)]
+    return [*local_parameters(model, on_meta=on_meta), *local_buffers(model)]
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:

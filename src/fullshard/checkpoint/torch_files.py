@@ -54,10 +54,7 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
 
 
 def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
-    """Return a tensor if it is a plain strided tensor in host memory that has all of its elements.
-
-    Otherwise, raise `CheckpointError`.
-    """
+    """Return a plain strided tensor in host memory with all its elements. Raise `CheckpointError` for any other."""
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{where} is a {type(tensor).__name__}, not a tensor")
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

@@ -29,11 +29,7 @@ from fullshard.checkpoint.storage import (
 
 
 def with_torch_format(pending: Pending) -> Pending:
-    """Return a save that first completes the checkpoint and then adds torch's format to it.
-
-    Rank 0 converts the files one tensor at a time. Nothing is gathered from other ranks, so this can run in the
-    background. It needs twice the disk space.
-    """
+    """Return a save that then adds torch's format to the checkpoint, on rank 0, one tensor at a time."""
 
     def write(path: Location) -> None:
         write_torch_format(on_this_host(path), on_this_host(path))
@@ -41,7 +37,7 @@ def with_torch_format(pending: Pending) -> Pending:
     return replace(pending, then=("writing torch's format into it", write))
 
 
-def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> None:
+def write_torch_format(checkpoint: Path, directory: Path) -> None:
     """Convert a checkpoint to torch's format: `pytorch_model_fsdp_0`, `optimizer_0` and so on in `directory`.
 
     The checkpoint can contain several models. Existing directories with these names are replaced. Either all of the
@@ -51,7 +47,7 @@ def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> 
     # A temporary directory next to the checkpoint, which the next save removes if this process is killed.
     temp = make_temp_directory(checkpoint, save_id, overwrite=True)
     try:
-        for index, part in enumerate(part_paths(checkpoint) or [checkpoint], first):
+        for index, part in enumerate(part_paths(checkpoint) or [checkpoint]):
             with open_native(part) as source:
                 require_room(temp, sum(nbytes_of(record) for _, _, record in source.contents.tensors()))
                 write_dcp(source, temp / f"{index}", index=index)

@@ -25,15 +25,11 @@ _TAG = "$"
 
 
 def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
-    """Convert `value` to JSON.
-
-    Tensors in it are added to `tensors`, keyed by their paths in `value`. Each path starts with `where`.
-    """
+    """Convert `value` to JSON. Its tensors are added to `tensors`, by their paths in `value` after `where`."""
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, np.generic) and not isinstance(
-        value.item(), np.generic
-    ):  # `item()` of a long double returns itself
+    # `item()` of a long double returns itself.
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode_value(value.item(), where=where, tensors=tensors)
     if isinstance(value, int):
         return int(value)
@@ -55,9 +51,8 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
         return {_TAG: "tensor", "name": name}
     if isinstance(value, list | tuple | set):
         items = [encode_value(item, where=f"{where}/{i}", tensors=tensors) for i, item in enumerate(value)]
-        return (
-            items if isinstance(value, list) else {_TAG: "set" if isinstance(value, set) else "tuple", "items": items}
-        )
+        kind = "set" if isinstance(value, set) else "tuple"
+        return items if isinstance(value, list) else {_TAG: kind, "items": items}
     if isinstance(value, Mapping):
         return _encode_mapping(value, where=where, tensors=tensors)
     raise CheckpointError(
@@ -67,10 +62,7 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def encode_plain(value: Any, *, where: str) -> JsonValue:
-    """Convert `value` to JSON without storing tensors in a file.
-
-    A tensor with a single element is converted to a number. Any other tensor is an error.
-    """
+    """Convert `value` to JSON. A tensor with one element becomes a number, and any other tensor is an error."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     tensors: dict[str, torch.Tensor] = {}
@@ -99,10 +91,7 @@ def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
 
 
 class AnyTensor(dict[str, None]):
-    """A mapping that accepts the name of any tensor and records it.
-
-    It is used to check whether a value can be decoded without reading tensors.
-    """
+    """A mapping that has every name and records it, to check that values can be decoded without reading tensors."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -134,8 +123,7 @@ def _decoded(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
             return Counter(decoded) if kind == "counter" else decoded
         case {"$": tag}:
             raise CheckpointError(
-                f"the checkpoint contains a value of the unknown kind {tag!r}",
-                hint="update fullshard",
+                f"the checkpoint contains a value of the unknown kind {tag!r}", hint="update fullshard"
             )
     return {key: _decoded(item, tensors) for key, item in value.items()}
 

@@ -88,10 +88,7 @@ def verify_checkpoint(path: str | Location) -> Verification:
 
 
 def verify_parts(path: str | Location) -> list[Verification]:
-    """Verify a checkpoint of one model, or every part of a checkpoint of several models. See `verify_checkpoint`.
-
-    For a Trainer `checkpoint-N`, the checkpoint inside it is verified.
-    """
+    """Verify a checkpoint, or each part of one of several models, also inside a Trainer's `checkpoint-N`."""
     directory = trainer_state(location(path))
     found = [verify_checkpoint(part) for part in part_paths(directory) or [directory]]
     problems = part_problems([(one.path, one.manifest) for one in found if one.manifest is not None])
@@ -99,10 +96,7 @@ def verify_parts(path: str | Location) -> list[Verification]:
 
 
 def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
-    """Read every byte of some data files, and return their problems.
-
-    These are every `parts`-th file of the given kinds, starting with file number `part`.
-    """
+    """Read every byte of every `parts`-th data file of these kinds from number `part`, and return their problems."""
     names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
     return [problem for name in names[part::parts] for problem in problems_of_file(directory / name, manifest)]
 
@@ -118,25 +112,17 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 
 
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
-    """Return the problems of a checkpoint that can be found without reading data.
-
-    These are contradictory records, and missing or truncated files.
-    """
+    """Return the problems that can be found without reading data: contradictions, and missing or short files."""
     files = manifest.files
     if isinstance(directory, ObjectPath):  # one request is enough if all files are intact
         there = sizes_in(directory, files)
         files = {name: record for name, record in files.items() if there.get(name) != record.nbytes}
-    sizes = (
-        size_problem(directory / name, record, chunk_nbytes=manifest.chunk_nbytes) for name, record in files.items()
-    )
-    return structure_problems(manifest) + [problem for problem in sizes if problem is not None]
+    found = (size_problem(directory / name, r, chunk_nbytes=manifest.chunk_nbytes) for name, r in files.items())
+    return structure_problems(manifest) + [problem for problem in found if problem is not None]
 
 
 def structure_problems(manifest: Manifest) -> list[str]:
-    """Return the contradictions in a manifest.
-
-    Examples are elements that are stored in no file or in two files, unknown dtypes, and state for unknown parameters.
-    """
+    """Return contradictions in a manifest, such as elements in no file or in two, or unknown dtypes and parameters."""
     problems = []
     held: dict[str, int] = {}
     for file, tensor, record in manifest.tensors():
@@ -167,10 +153,7 @@ def pieces_of(record: TensorRecord) -> list[PieceRecord]:
 
 
 def coverage_problems(pieces: Sequence[PieceRecord], numel: int) -> list[str]:
-    """Return the reasons why `pieces` do not hold each of `numel` elements exactly once.
-
-    The pieces must be sorted by start. Return an empty list if there is no such reason.
-    """
+    """Return the reasons why `pieces`, sorted by start, do not hold each of `numel` elements exactly once."""
     problems = []
     end, last = 0, -1
     for piece in pieces:
@@ -195,13 +178,11 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
     unknown = sorted({*grouped, *optimizer.state} - manifest.parameters.keys())
     problems = [f"the optimizer contains {name!r}, which is not a parameter" for name in unknown]
     for name, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, StateTensorRecord) and value.layout == "interval" and name in manifest.parameters:
-                shape = manifest.parameters[name].shape
-                if value.shape != shape:
-                    problems.append(
-                        f"optimizer state {name}/{key} has shape {value.shape}, but its parameter has {shape}"
-                    )
+        for key, value in state.items() if name in manifest.parameters else ():
+            shape = manifest.parameters[name].shape
+            if isinstance(value, StateTensorRecord) and value.layout == "interval" and value.shape != shape:
+                what = f"optimizer state {name}/{key}"
+                problems.append(f"{what} has shape {value.shape}, but its parameter has {shape}")
     return problems
 
 
@@ -232,10 +213,8 @@ def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
         with TensorFileReader(path, record, chunk_nbytes=manifest.chunk_nbytes, save_id=manifest.save_id) as reader:
             problems = []
             for start, stop in reader.damaged_chunks():
-                hit = [name for name, t in reader.tensors.items() if t.start < stop and start < t.stop]
-                problems.append(
-                    f"{path} is damaged between bytes {start} and {stop}, in {', '.join(hit) or 'no tensor'}"
-                )
+                hit = [name for name, t in reader.tensors.items() if t.start < stop and start < t.stop] or ["no tensor"]
+                problems.append(f"{path} is damaged between bytes {start} and {stop}, in {', '.join(hit)}")
             return problems + _content_problems(path, reader, manifest)
     except CheckpointError as error:
         return [str(error)]

@@ -96,10 +96,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
 
 
 def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
-    """Return the path of a directory unchanged. For a hub name, return the model's directory in the hub's cache.
-
-    The files are downloaded first if necessary.
-    """
+    """Return a directory unchanged, or for a hub name its directory in the cache, downloaded if necessary."""
     path = local_path(name_or_path)
     if path.is_dir():
         return path
@@ -124,10 +121,9 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
 
 
 def weights_file(directory: Path) -> Path | None:
-    """Return the file that contains a directory's weights, or the index of several such files; None if there are none.
+    """Return the file with a directory's weights, or the index of several; None if there are none.
 
-    Raise `CheckpointError` for weights that cannot be read here, because they have another name or format or belong to
-    an adapter or a checkpoint.
+    Raise `CheckpointError` for weights with another name or format, or of an adapter or a checkpoint.
     """
     for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME):
         if (directory / name).is_file():
@@ -174,10 +170,7 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def indexed_files(index: Path) -> dict[Path, list[str]]:
-    """Return the files that an index lists, with the names of the tensors in each file.
-
-    Raise `CheckpointError` if the index is malformed or refers to a file outside its directory.
-    """
+    """Return the files that an index lists, with their tensors' names. Raise `CheckpointError` if it is malformed."""
     weight_map = json_file(index, limit_nbytes=MAX_HEADER_NBYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} does not have a weight_map")
@@ -221,10 +214,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raise `CheckpointError` if the file does not contain an object, cannot be read, or is larger than `limit_nbytes`.
-    """
+    """Return the JSON object in a file. Raise `CheckpointError` if there is none, or if it is too large."""
     try:
         return read_object(path, limit_nbytes=limit_nbytes)
     except OSError as error:

@@ -12,10 +12,7 @@ from fullshard.checkpoint.offline.source import Kind, Source, chunks
 
 
 class Difference(NamedTuple):
-    """A difference between two checkpoints in one tensor.
-
-    `max_abs` is the largest absolute difference between values. It is infinity if a value is NaN in only one of them.
-    """
+    """A difference in one tensor. `max_abs`, between values, is infinity if only one of them is NaN."""
 
     kind: Kind
     name: str

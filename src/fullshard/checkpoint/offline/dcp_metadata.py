@@ -41,10 +41,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor, with its offsets and sizes per dim and its location in a file.
-
-    The bytes at that location are an archive that `torch.save` wrote.
-    """
+    """A rectangular part of a tensor, and the bytes of a file that hold it as an archive of `torch.save`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -78,11 +75,7 @@ class StoredObject:
 
 
 def read_metadata(directory: Path) -> list[StoredObject]:
-    """Return the entries of a DCP directory.
-
-    Raise `CheckpointError` if the metadata are damaged, the pickle asks for an unexpected class, a file is outside the
-    directory, or the boxes of a tensor do not cover it exactly once.
-    """
+    """Return the entries of a DCP directory. Raise `CheckpointError` if they are damaged or could run code."""
     path = directory / METADATA_NAME
     try:
         nbytes_inside(path)

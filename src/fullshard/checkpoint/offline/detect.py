@@ -44,11 +44,10 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
         return source
     entries = sorted(entry.name for entry in path.iterdir())
     inside = [name for name in entries if (path / name / MANIFEST_NAME).is_file()]
+    formats = "see docs/migration.md for the formats that can be read"
     raise CheckpointError(
         f"{path} does not hold a checkpoint in a known format; it holds {', '.join(entries[:10]) or 'nothing'}",
-        hint=f"did you mean {path / inside[-1]}?"
-        if inside
-        else "see docs/migration.md for the formats that can be read",
+        hint=f"did you mean {path / inside[-1]}?" if inside else formats,
     )
 
 
@@ -76,12 +75,9 @@ def _accelerate(path: Path, optimizer: bool, index: int = 0) -> Source | None:
     if not model.is_file():
         return None
     has_state = optimizer and state.is_file()
-    return open_torch_state(
-        "Accelerate / Trainer checkpoint (full)",
-        model,
-        optimizer=state if has_state else False,
-        notes=_left_over(path, [model, state] if has_state else [model]),
-    )
+    notes = _left_over(path, [model, state] if has_state else [model])
+    title = "Accelerate / Trainer checkpoint (full)"
+    return open_torch_state(title, model, optimizer=state if has_state else False, notes=notes)
 
 
 def _file(path: Path, optimizer: bool) -> Source:

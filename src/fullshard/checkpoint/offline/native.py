@@ -15,22 +15,14 @@ from fullshard.core.layout import Interval
 
 
 def open_native(path: Location) -> Source:
-    """Open a directory that `save_checkpoint` wrote.
-
-    Raise an error that lists everything that is missing or damaged.
-    """
+    """Open a directory that `save_checkpoint` wrote, or raise an error that lists what is missing or damaged."""
     manifest = read_manifest(path)
     if problems := quick_problems(path, manifest):
         raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in {MANIFEST_NAME, *manifest.files})
-    contents = Contents(
-        parameters=manifest.parameters,
-        buffers=manifest.buffers,
-        optimizer=manifest.optimizer,
-        states=manifest.states,
-        manifest=manifest,
-        notes=[f"{name}: {'for other programs' if is_for_others(name) else 'no part of it'}" for name in others],
-    )
+    notes = [f"{name}: {'for other programs' if is_for_others(name) else 'no part of it'}" for name in others]
+    held = manifest.parameters, manifest.buffers, manifest.optimizer, manifest.states
+    contents = Contents(*held, manifest=manifest, notes=notes)
     readers = Readers(path, manifest)
     records = {(kind, name): record for kind, name, record in contents.tensors()}
 

@@ -24,11 +24,7 @@ T = TypeVar("T")
 def optimizer_record(
     nested: Mapping[str, Any], parameters: Mapping[str, TensorRecord], *, where: str
 ) -> tuple[OptimizerRecord, dict[str, Any]]:
-    """Return the record of an optimizer's state dict, and its tensors keyed by `PARAMETER/KEY`.
-
-    `nested` has the entries `state` and `param_groups` as described above. Any value with a `shape` and a `dtype`
-    counts as a tensor.
-    """
+    """Return the record of an optimizer's state dict, as described above, and its tensors by `PARAMETER/KEY`."""
     state, groups = nested.get("state"), nested.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         raise CheckpointError(f"{where} is not the state of an optimizer, because state or param_groups is missing")
@@ -63,10 +59,7 @@ def optimizer_record(
 
 
 def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Convert flattened optimizer state to the nested form.
-
-    Parameters with the same options are put into one group.
-    """
+    """Convert flattened optimizer state to the nested form, with a group for each set of equal options."""
     state: dict[str, dict[str, T]] = {}
     options: dict[str, dict[str, T]] = {}
     for name, value in flat.items():

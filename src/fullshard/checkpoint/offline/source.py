@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from pydantic import JsonValue
@@ -66,7 +67,7 @@ class Contents:
 
 
 @dataclass(eq=False)
-class Source:
+class Source(AbstractContextManager["Source"]):
     """A checkpoint whose tensors can be read in intervals.
 
     `read` returns an interval of a flattened tensor as a read-only 1-D tensor in host memory. `places` are locations
@@ -87,18 +88,12 @@ class Source:
         record = self.contents.model[name]
         return self.read("model", name, Interval(0, record.numel)).reshape(record.shape)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def refuse_around(source: Source, final: Location) -> None:
-    """Raise `CheckpointError` if writing to `final` would replace a directory that contains the source.
-
-    Replacing the source itself is allowed, because it is kept until the output is complete.
-    """
+    """Raise `CheckpointError` if writing to `final` would remove the source. Replacing the source is allowed."""
     for place in (source.path, *source.places):
         if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
             raise CheckpointError(
@@ -125,10 +120,7 @@ def nbytes_of(record: TensorRecord) -> int:
 
 
 def cast_record(record: RecordT, dtype: torch.dtype | None) -> RecordT:
-    """Return a copy of the record of a floating-point tensor with `dtype` as its dtype.
-
-    Return the record itself if `dtype` is None or the tensor is not floating-point.
-    """
+    """Return a copy of a tensor's record with another dtype, or the record itself if it is not floating-point."""
     if dtype is None or not dtype_of(record).is_floating_point:
         return record
     return record.model_copy(update={"dtype": dtype_name(dtype)})
@@ -166,10 +158,7 @@ def stream(
 
 
 def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:
-    """Return a record without pieces for a tensor with this shape and dtype.
-
-    Raise `CheckpointError` for a shape or dtype that native checkpoints cannot store.
-    """
+    """Return a record without pieces, or raise `CheckpointError` for a shape or dtype that cannot be stored."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"{where} has dtype {name}, which safetensors cannot store")
@@ -184,10 +173,7 @@ def plain_name(name: str) -> str:
 
 
 def plain_names(named: Mapping[str, T]) -> dict[str, T]:
-    """Return a mapping with the same values, keyed by their names without the parts that wrappers add.
-
-    If all names start with `module.`, which DDP adds, this prefix is also removed.
-    """
+    """Return values by their names without the parts of wrappers, and without DDP's `module.` if all have it."""
     plain = {plain_name(name): value for name, value in named.items()}
     if plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}

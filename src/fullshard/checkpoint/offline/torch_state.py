@@ -21,10 +21,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A flattened tensor whose elements are in several 1-D tensors, one after the other.
-
-    The first element of the tensor is at position `offset` in these parts. They can be mapped from a file.
-    """
+    """A flattened tensor that begins at position `offset` of several 1-D tensors, one after the other."""
 
     shape: tuple[int, ...]
     parts: Sequence[torch.Tensor]
@@ -48,10 +45,9 @@ class Pieces:
 
 
 def open_torch_state(title: str, path: Path, *, optimizer: Path | bool = True, notes: Sequence[str] = ()) -> Source:
-    """Open a file that `torch.save` wrote as a source.
+    """Open a file of `torch.save`: a state dict, perhaps under `model` and beside an optimizer's.
 
-    The file contains a state dict, or a dict with a state dict under `model` and possibly that of an optimizer.
-    `optimizer` specifies whether to open the optimizer's state, or is the path of the separate file that contains it.
+    `optimizer` is the path of a separate file with the optimizer's state, or whether to open that state.
     """
     loaded = load_torch_file(path)
     if not isinstance(loaded, Mapping):
