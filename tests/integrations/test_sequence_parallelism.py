@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DeepSpeedSequenceParallelConfig
+from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import fullshard
@@ -26,13 +28,43 @@ LENGTHS = (9, 12, 11)
 BACKENDS = ["fullshard", *(["deepspeed"] if find_spec("deepspeed") else [])]
 
 
-def config(backend: str, sp: int = 2, **handler: Any) -> Any:
+FEATURES: dict[str, dict[str, Any]] = {
+    "recomputed": {"fsdp_plugin": {"activation_checkpointing": True}},
+    "offloaded": {"fsdp_plugin": {"cpu_offload": True}},
+    "compiled": {"dynamo_backend": "aot_eager"},
+    "compiled and recomputed": {"dynamo_backend": "aot_eager", "fsdp_plugin": {"activation_checkpointing": True}},
+}
+"""Features that change no numbers, as arguments of the Accelerator."""
+SPLIT = {
+    **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel),
+    **dict.fromkeys((*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj"), ColwiseParallel),
+}
+
+
+def config(backend: str, sp: int = 2, feature: str = "", **handler: Any) -> Any:
     """Return a config with `sp` ranks per sequence, or None with one."""
     if sp == 1 or dist.get_world_size() == 1:
         return None
     options = DeepSpeedSequenceParallelConfig(**handler)
-    shards = dist.get_world_size() // sp
-    return fullshard.ParallelismConfig(dp_shard_size=shards, sp_size=sp, sp_backend=backend, sp_handler=options)
+    axis = {"replicas": "dp_replicate_size", "split layers": "tp_size"}.get(feature, "dp_shard_size")
+    sizes = {"sp_size": sp, axis: dist.get_world_size() // sp}
+    return fullshard.ParallelismConfig(sp_backend=backend, sp_handler=options, **sizes)
+
+
+def model_of(feature: str, mesh: Any) -> Any:
+    model = trainers.build()
+    if feature == "recomputed by Transformers" and mesh is not None:
+        model.gradient_checkpointing_enable()
+    if "LoRA" in feature:
+        torch.manual_seed(2)
+        adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        model = get_peft_model(model, adapters)
+    if feature == "QLoRA at rest":
+        fullshard.quantize(model, "nf4")
+    if feature == "split layers" and mesh is not None:
+        plan = {f"model.layers.*.{name}": style() for name, style in SPLIT.items()}
+        parallelize_module(model, mesh["tp"], plan)
+    return model
 
 
 def batch_size(sp: int = 2) -> int:
@@ -53,17 +85,24 @@ def loader_of(rows: Any, size: int, **options: Any) -> Any:
     return DataLoader(rows, batch_size=size, collate_fn=trainers.pad, **options)
 
 
-def loop(backend: str, accumulation: int, sp: int, directory: str | None = None) -> dict[str, Any]:
+def loop(
+    backend: str, accumulation: int, sp: int, feature: str = "", save: str | None = None, load: str | None = None
+) -> dict[str, Any]:
     """Train as Accelerate's guide to sequence parallelism does."""
-    config_of_ranks = config(backend, sp, sp_attn_implementation="sdpa")
+    config_of_ranks = config(backend, sp, feature, sp_attn_implementation="sdpa")
     accelerator = fullshard.Accelerator(
-        cpu=True, parallelism_config=config_of_ranks, gradient_accumulation_steps=accumulation
+        cpu=True,
+        parallelism_config=config_of_ranks,
+        gradient_accumulation_steps=accumulation,
+        **FEATURES.get(feature, {}) if sp > 1 else {},
     )
-    model = trainers.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader = loader_of(data(), batch_size(sp), shuffle=True)
+    model = model_of(feature, accelerator.torch_device_mesh if sp > 1 else None)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    loader = loader_of(data(), 4 if feature == "split layers" else batch_size(sp), shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     assert accelerator.deepspeed_ulysses_dl_adapter(loader, model) is loader
+    if load is not None:
+        accelerator.load_state(load)
     losses, norms, words = [], [], []
     model.train()
     mesh: Any = accelerator.torch_device_mesh
@@ -79,8 +118,8 @@ def loop(backend: str, accumulation: int, sp: int, directory: str | None = None)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    if directory is not None:
-        accelerator.save_state(directory)
+    if save is not None:
+        accelerator.save_state(save)
     weights = accelerator.get_state_dict(model)
     return {"losses": losses, "norms": norms, "words": words, "weights": weights}
 
@@ -100,25 +139,23 @@ def weighted(loss: torch.Tensor, shift_labels: torch.Tensor, group: Any) -> Any:
     return total / max(sum(counts), 1)
 
 
-def resumed(directory: str) -> Any:
-    accelerator = fullshard.Accelerator(cpu=True)
-    model = trainers.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader = loader_of(data(), 4)
-    model, *_ = accelerator.prepare(model, optimizer, loader)
-    accelerator.load_state(directory)
-    return accelerator.get_state_dict(model)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore:.*all_gather is deprecated:FutureWarning")
-def test_accelerates_loop(backend: str, tmp_path: Path) -> None:
+def test_accelerates_loop(backend: str) -> None:
     for ranks, accumulation in ((2, 1), (4, 2)):
         alone = run_ranks(loop, ranks // 2, backend, accumulation, 1)[0]
-        together = run_ranks(loop, ranks, backend, accumulation, 2, str(tmp_path / f"{ranks}"))[0]
+        together = run_ranks(loop, ranks, backend, accumulation, 2)[0]
         torch.testing.assert_close(together, alone, **TOLERANCE)
-        later = run_ranks(resumed, 1, str(tmp_path / f"{ranks}"))[0]
-        assert all(torch.equal(later[name], value) for name, value in together["weights"].items())
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_resumed_with_and_without(tmp_path: Path, saved: int) -> None:
+    before = run_ranks(loop, saved, "fullshard", 1, saved, "", str(tmp_path / "state"))[0]
+    alone, together = (
+        run_ranks(loop, ranks, "fullshard", 1, ranks, "", None, str(tmp_path / "state"))[0] for ranks in (1, 2)
+    )
+    assert alone["losses"][0] < before["losses"][0]
+    torch.testing.assert_close(together, alone, **TOLERANCE)
 
 
 def shifting(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -128,6 +165,20 @@ def shifting(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 
 LOSSES = {"shifting": shifting}
+
+
+@pytest.mark.parametrize(
+    ("feature", "ranks", "alone"),
+    [
+        *((feature, 2, 1) for feature in (*FEATURES, "recomputed by Transformers", "LoRA", "QLoRA at rest")),
+        ("replicas", 4, 2),
+        ("split layers", 4, 1),
+    ],
+)
+def test_combinations(feature: str, ranks: int, alone: int) -> None:
+    expected = run_ranks(loop, alone, "fullshard", 2, 1, feature)[0]
+    found = run_ranks(loop, ranks, "fullshard", 2, 2, feature)[0]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 def train(output: str, backend: str, settings: dict[str, Any]) -> Any:
