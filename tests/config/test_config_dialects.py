@@ -210,7 +210,7 @@ def test_keys_and_values_in_any_spelling(key: str, value: Any) -> None:
     ],
 )
 def test_values_arrive(keys: dict[str, Any], path: str, value: Any) -> None:
-    assert fsdp(**keys).value(path) == value
+    assert fsdp(**keys).config.value(path) == value
 
 
 @pytest.mark.parametrize(

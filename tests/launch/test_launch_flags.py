@@ -103,7 +103,7 @@ def test_the_command_line_is_cut_at_the_script() -> None:
 )
 def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
     found = resolved(*argv)
-    assert found.value(path) == value
+    assert found.config.value(path) == value
     assert found.origin(path).text.startswith("-")
 
 

@@ -1,7 +1,4 @@
-"""Exchange small messages between the ranks of a save or a load, as JSON and not as pickled objects.
-
-An error on one rank is raised on all ranks, so that no rank waits for others that have stopped.
-"""
+"""Exchange JSON messages between the ranks of a save or a load. An error on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch import nn
 
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.comm import torch_private
+from fullshard.comm.device import current
 from fullshard.comm.torch_dist import all_gather_single, as_sent
 from fullshard.comm.waiting import PROGRESS, Waiting
 from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError
@@ -43,9 +41,7 @@ class Ranks:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.device = torch.device("cpu")
         if self.world_size > 1 and "gloo" not in str(dist.get_backend_config(group)):
-            accelerator = torch.accelerator.current_accelerator()
-            if accelerator is not None:
-                self.device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+            self.device = current()
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:

@@ -102,8 +102,8 @@ def _leaves(value: Any) -> list[Entry]:
     return [leaf for entry in value for leaf in (_leaves(entry.value) if entry.is_mapping else [entry])]
 
 
-def _switched_off(because: str) -> Any:
-    """Return a reader that refuses a DeepSpeed feature if it is enabled."""
+def _off(because: str, *names: str) -> tuple[Key, ...]:
+    """Return rows for features of DeepSpeed that are refused if they are enabled."""
 
     def read(value: Any) -> Settings:
         enabled = value
@@ -118,11 +118,7 @@ def _switched_off(because: str) -> Any:
             )
         return {}
 
-    return read
-
-
-def _off(because: str, *names: str) -> tuple[Key, ...]:
-    return refused(because, *names, read=_switched_off(because))
+    return refused(because, *names, read=read)
 
 
 def _translated(name: str, target: str, because: str, read: Read) -> Key:

@@ -7,23 +7,11 @@ There are two versions of these keys. Version 1 has a named strategy, and versio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import (
-    Dialect,
-    Key,
-    Note,
-    Problem,
-    Read,
-    Reading,
-    Setting,
-    Settings,
-    Status,
-    checked,
-    no_effect,
-)
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked, no_effect
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
@@ -75,7 +63,7 @@ def _reshard(value: Any) -> Settings:
         ) from None
 
 
-def _named(path: str, known: tuple[str, ...]) -> Read:
+def _named(path: str, known: tuple[str, ...]) -> Any:
     return lambda value: {path: values.one_of(value, known, numbered=True)}
 
 
@@ -127,18 +115,12 @@ FSDP_KEYS = (
 )
 
 
-def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
-    """Return the rows with new names for some keys. Their names in Accelerate remain as alternative spellings."""
-    return tuple(
-        dataclasses.replace(
-            key,
-            name=names[key.name],
-            spellings=tuple(other for other in (key.name, *key.spellings) if other != names[key.name]),
-        )
-        if key.name in names
-        else key
-        for key in FSDP_KEYS
-    )
+def renamed(names: Mapping[str, str]) -> Iterator[Key]:
+    """Yield the rows with new names for some keys. Their names in Accelerate remain as alternative spellings."""
+    for key in FSDP_KEYS:
+        name = names.get(key.name, key.name)
+        others = tuple(other for other in (key.name, *key.spellings) if other != name)
+        yield dataclasses.replace(key, name=name, spellings=others)
 
 
 def finish_fsdp(reading: Reading) -> None:

@@ -20,10 +20,6 @@ class Resolved:
     settings: dict[str, Setting]
     notes: tuple[Note, ...]
 
-    def value(self, path: str) -> Any:
-        """Return the value at `group.name`."""
-        return self.config.value(path)
-
     def origin(self, path: str) -> Origin:
         """Return the origin of the value at `group.name`."""
         return self.settings[path].origin if path in self.settings else DEFAULT
@@ -31,7 +27,7 @@ class Resolved:
     def explained(self) -> Iterator[dict[str, Any]]:
         """Yield every setting in the order of the schema, with its value, default, source, and the key as written."""
         for path, field in SETTINGS.items():
-            value, setting = self.value(path), self.settings.get(path)
+            value, setting = self.config.value(path), self.settings.get(path)
             follows = setting is None and value != field.default  # `wrap` if classes or a size are set
             yield {
                 "path": path,

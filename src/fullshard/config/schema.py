@@ -14,13 +14,13 @@ An unknown field, a value of the wrong type, or an unsupported combination raise
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from fullshard.config.axes import AxesConfig
-from fullshard.config.settings import CombinationError, Settings, plain_message, setting
+from fullshard.config.settings import ANY_CASE, CombinationError, Settings, plain_message, setting
 from fullshard.config.sharding import ShardingConfig
 from fullshard.core.dtypes import COMPUTE, saves
 from fullshard.core.errors import ConfigError
@@ -329,7 +329,7 @@ class TrainingConfig(Settings):
 class CheckpointConfig(Settings):
     """Settings for the contents of checkpoints."""
 
-    state_dict_type: StateDictType = setting(
+    state_dict_type: Annotated[StateDictType, ANY_CASE] = setting(
         "SHARDED_STATE_DICT",
         ask="How should a model be saved?",
         answers={
@@ -349,11 +349,6 @@ class CheckpointConfig(Settings):
     max_lost_steps: int | None = Field(default=None, ge=1)
     """Maximum number of steps that a kill may lose. Copies of the state in the memory of this host and the next one are
     updated twice as often, and restarts continue from them. None: no copies."""
-
-    @field_validator("state_dict_type", mode="before")
-    @classmethod
-    def _any_case(cls, value: object) -> object:
-        return value.strip().upper() if isinstance(value, str) else value
 
 
 class RunConfig(Settings):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from fullshard.core.errors import ConfigError
@@ -47,6 +47,10 @@ def setting(
     field = Field(default=default, **bounds)
     field.metadata.append(About(ask, answers or {}, overruled_by))
     return field
+
+
+ANY_CASE = BeforeValidator(lambda value: value.strip().upper() if isinstance(value, str) else value)
+"""Lets users write an upper-case word in any case."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fullshard.config.settings import CombinationError, Settings, setting
+from fullshard.config.settings import ANY_CASE, CombinationError, Settings, setting
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
 
@@ -94,7 +94,7 @@ class ShardingConfig(Settings):
     ignored_modules: str | None = None
     """A regular expression. Modules with a fully matching qualified name keep their parameters unsharded."""
 
-    backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
+    backward_prefetch: Annotated[BackwardPrefetch, ANY_CASE] = "BACKWARD_PRE"
     """When the next unit's all-gather is issued in backward: before this unit computes gradients, after, or never."""
 
     forward_prefetch: bool = True
@@ -171,11 +171,6 @@ class ShardingConfig(Settings):
             return tuple(stripped for name in value if (stripped := name.strip()))
         return value
 
-    @field_validator("backward_prefetch", mode="before")
-    @classmethod
-    def _any_case(cls, value: object) -> object:
-        return value.strip().upper() if isinstance(value, str) else value
-
     @model_validator(mode="before")
     @classmethod
     def _derive_wrap(cls, values: object) -> object:
@@ -237,7 +232,8 @@ class ShardingConfig(Settings):
                 "unsharded_memory_gib",
                 hint="set reshard_after_forward: auto, or remove unsharded_memory_gib",
             )
-        switch = self._first_offload
+        names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
+        switch = next((name for name in names if getattr(self, name)), None)
         if switch is not None and not row.shards:
             raise CombinationError(
                 f"{switch} moves shards to the host, but {row.name} has no shards",
@@ -264,21 +260,10 @@ class ShardingConfig(Settings):
         return self
 
     @property
-    def _first_offload(self) -> str | None:
-        """Return the name of the first setting that offloads a sharded part to host memory, or None."""
-        names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
-        return next((name for name in names if getattr(self, name)), None)
-
-    @property
     def offload(self) -> Offload:
         """Return which parts are offloaded to host memory."""
-        return Offload.of(
-            self.cpu_offload,
-            self.offload_compute_shards,
-            self.offload_main_weights,
-            self.offload_optimizer_state,
-            self.offload_activations,
-        )
+        parts = self.offload_compute_shards, self.offload_main_weights, self.offload_optimizer_state
+        return Offload.of(self.cpu_offload, *parts, self.offload_activations)
 
     @property
     def keeps_what_fits(self) -> bool:

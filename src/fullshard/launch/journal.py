@@ -1,7 +1,4 @@
-"""Record a job's events in a file.
-
-The processes of the job choose the file and report its path to their launcher, which adds its own events.
-"""
+"""Record a job's events in a file, which its processes choose and to which their launcher adds its own events."""
 
 from __future__ import annotations
 

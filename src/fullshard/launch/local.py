@@ -1,7 +1,4 @@
-"""Start a job's processes on this host, and wait until they end.
-
-The processes are torchelastic workers, so each gets the variables that torchrun would set.
-"""
+"""Start a job's processes on this host, as torchelastic workers with torchrun's variables, and wait for their end."""
 
 from __future__ import annotations
 

@@ -297,7 +297,9 @@ class RendezvousServer(threading.Thread):
         elif not peer.hello:
             raise ValueError(f"received {kind} before hello")
         elif kind == "join":
-            peer.joined, peer.since, peer.done = _checked_port(message["port"]), time.monotonic(), False
+            if type(port := message["port"]) is not int or not 0 <= port < 1 << 16:
+                raise ValueError("invalid port")
+            peer.joined, peer.since, peer.done = port, time.monotonic(), False
             peer.running &= not self._is_elastic  # it restarts, with or without the others
             if self._over is not None:
                 self._refuse([peer], self._over, "job")
@@ -416,12 +418,6 @@ def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
         raise TypeError("invalid hello")
     same = {str(key): str(value) for key, value in same.items()}
     return {"host": printable(host, _LONGEST_SHOWN), "machine_rank": rank, "same": same}
-
-
-def _checked_port(port: Any) -> int:
-    if type(port) is not int or not 0 <= port < 1 << 16:
-        raise ValueError("invalid port")
-    return port
 
 
 class RendezvousClient:

@@ -1,7 +1,4 @@
-"""A record of what the processes on this host were doing when one of them failed.
-
-It is made before the launcher ends the other processes.
-"""
+"""A record of what this host's processes were doing when one failed, made before the launcher ends the others."""
 
 from __future__ import annotations
 
