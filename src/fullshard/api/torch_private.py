@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives
 from torch.distributed.tensor import _op_schema, experimental
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch, _pytree
@@ -67,6 +68,13 @@ copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero
 view_of_a_product = torch.ops.aten._unsafe_view
 """Reshapes the result of a product. It does not launch a kernel, although its schema does not declare a view.
 Since torch 2.0."""
+
+wait_tensor, Unfinished = torch.ops._c10d_functional.wait_tensor, _functional_collectives.AsyncCollectiveTensor
+"""Waits for the result of a functional collective, and the result until then. Torch's ring attention uses both.
+Since torch 2.1."""
+
+wrap_to_wait: Any = getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", wait_tensor)
+"""Makes a result unfinished, but not on the meta device. Since torch 2.13; earlier, this is not an operation."""
 
 grouped_matmul = torch.ops.aten._grouped_mm
 """Multiplies rows by the weights of experts. torch's FLOP counter has no formula for it. Since torch 2.8."""

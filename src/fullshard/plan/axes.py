@@ -20,8 +20,8 @@ element, a layer also sends and holds the following. All of it is per rank:
                     sends the gradients of both. The busiest rank has `ep_imbalance` times this work, and all wait for
                     it: the router decides how much it is, so it is an assumption
 
-Full checkpointing repeats what forward sends. Selective checkpointing keeps attention's output, so it only repeats the
-all-to-alls of q, k and v, and those of experts. With a causal mask and torch's load balancing (each rank has a chunk
+Full checkpointing repeats what forward sends. Selective checkpointing keeps the output of a ring, so it only repeats
+all-to-alls: of what attention computed from whole sequences, it keeps the form that the ranks then exchange. With a causal mask and torch's load balancing (each rank has a chunk
 from the beginning and one from the end), each block is the same amount of work, and the attention of a sequence takes
 each rank 1/cp of its FLOP.
 
@@ -41,7 +41,7 @@ from fullshard.plan.attention import WRITTEN_OUT, what_runs
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
-from fullshard.plan.traffic import carried, exchanged
+from fullshard.plan.traffic import carried, exchanged, passed_on
 
 Axis = Literal["cp", "sp", "ep"]
 
@@ -69,9 +69,8 @@ class Message(NamedTuple):
 
     def links(self, ranks_per_host: int) -> tuple[float, float]:
         """Return the bytes on the busiest device's links inside its host and between hosts."""
-        if self.rounds > 1:  # the last rank of a host sends to the next host through its own link
-            is_inside = self.ranks * self.stride <= ranks_per_host
-            return (self.nbytes, 0.0) if is_inside else (0.0, self.nbytes)
+        if self.rounds > 1:
+            return passed_on(self.nbytes, self.ranks, stride=self.stride, ranks_per_host=ranks_per_host)
         if self.is_gather:
             whole = self.nbytes * self.ranks / (self.ranks - 1)
             return carried(whole, self.ranks, stride=self.stride, ranks_per_host=ranks_per_host)
@@ -97,7 +96,7 @@ def messages_of(block: Block, job: Job) -> tuple[list[Message], list[Message]]:
         sizes = (both - outputs, keys / 2, keys / 2, outputs)
         each = [Message("sp", size * width * tokens * (1 - 1 / job.sp), job.sp, job.tp) for size in sizes]
         forward += each
-        repeated += {"none": [], "selective": each[:3], "full": each}[job.checkpointing]
+        repeated += each * (job.checkpointing != "none")
         backward += each
     if job.ep > 1 and block.experts:
         nbytes = tokens * block.experts_per_token * block.hidden * width * block.load * (job.ep - 1) / job.ep

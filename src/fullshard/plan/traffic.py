@@ -103,3 +103,11 @@ def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) ->
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     others = max(1, ranks - 1)
     return nbytes * (neighbours - 1) / others, nbytes * (ranks - neighbours) / others
+
+
+def passed_on(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
+    """Return the bytes on the busiest device's links inside its host and between hosts, in a step around a ring.
+
+    The last rank of a host sends to the next host through its own link.
+    """
+    return (nbytes, 0.0) if ranks * stride <= ranks_per_host else (0.0, nbytes)

@@ -1,19 +1,27 @@
 """Attention as a simulated device computes it.
 
-With a causal mask, it is a single kernel that does not store the scores, if the device has such a kernel.
+With a causal mask, it is a single kernel that does not store the scores, if the device has such a kernel. If ranks
+share sequences, torch's ring or the all-to-alls of `features/sequence_parallel` run around this kernel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fullshard.api import torch_private
 from fullshard.core.imports import import_extra
+from fullshard.features.sequence_parallel.attention import SplitSequences
 from fullshard.plan.attention import what_runs
 from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
@@ -22,15 +30,48 @@ from fullshard.plan.shapes import Block
 NAME = "virtual"
 
 
-def register(job: Job, device: Device) -> str:
-    """Register the attention of a job on a device with Transformers. Return its name in Transformers."""
+def register(job: Job, device: Device, around: Callable[..., Any] | None = None) -> str:
+    """Register the attention of a job on a device with Transformers. Return its name in Transformers.
+
+    `around` gets this attention and its arguments, if ranks exchange something before and after it.
+    """
     import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(_attend, job, device))
+    attend = functools.partial(_attend, job, device)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, functools.partial(around, attend) if around else attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
     return NAME
+
+
+@contextlib.contextmanager
+def dividing(model: nn.Module, job: Job, device: Device) -> Iterator[dict[str, Any]]:
+    """Divide sequences over groups of ranks within the block, as the job says. Yield the group of each axis."""
+    groups, rank = {}, dist.get_rank()
+    with contextlib.ExitStack() as stack:
+        for axis, size, stride in (("cp", job.cp, job.sp), ("sp", job.sp, 1)):
+            if size > 1:
+                first = rank - rank // stride % size * stride
+                groups[axis] = dist.new_group([first + stride * number for number in range(size)])
+        if "cp" in groups:
+            mesh = DeviceMesh.from_group(groups["cp"], "cpu")
+            whole = torch.empty(job.seq_len)  # torch takes the length from it
+            stack.enter_context(
+                context_parallel(mesh, buffers=[whole], buffer_seq_dims=[0], no_restore_buffers={whole})
+            )
+            register(job, device, functools.partial(_in_a_ring, mesh))
+        elif "sp" in groups:
+            split = SplitSequences(model, groups["sp"], by_deepspeed=False)
+            register(job, device, lambda attend, *args, **kwargs: split.attend(attend, NAME, *args, **kwargs))
+        if groups:
+            model.set_attn_implementation(NAME)
+        yield groups
+
+
+def _in_a_ring(mesh: DeviceMesh, attend: Any, module: nn.Module, *parts: Any, **options: Any) -> tuple[Any, None]:
+    query, key, value = (DTensor.from_local(part, mesh, [Shard(2)], run_check=False) for part in parts[:3])
+    return torch_private.attend(query, key, value).to_local().transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

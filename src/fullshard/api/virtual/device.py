@@ -23,7 +23,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
-from fullshard.plan.traffic import carried, exchanged
+from fullshard.plan.traffic import carried, exchanged, passed_on
 
 _GRAIN = 512
 """CUDA's allocator rounds sizes up to a multiple of this number of bytes."""
@@ -132,6 +132,8 @@ class VirtualDevice(torch_private.DispatchMode):
         self.curve: list[tuple[float, int]] = []
         self.phase = ""
         self.begin = _Begin()
+        self.groups: dict[str, Any] = {}
+        self.sending: dict[int, Any] = {}
         self._known: dict[int, _Memory] = {}
         self._imagined = 0
         self._leaving: list[tuple[int, list[Task]]] = []
@@ -160,9 +162,18 @@ class VirtualDevice(torch_private.DispatchMode):
                 self.clock.block(self.current.queue.last)
                 return 0.0 if given[0].is_floating_point() else 0
             return function(*given, **named)
+        if function is torch_private.wait_tensor.default:
+            if work := self.sending.pop(torch_private.storage_id(given[0].untyped_storage()), None):
+                work.wait()
+            return given[0]
+        if function is torch_private.wrap_to_wait.default:
+            return torch_private.Unfinished(given[0])
         made = function(*given, **named)
         outputs = costs.tensors_of(made)
         if not any(t.is_meta for t in outputs) and not any(t.is_meta for t in costs.tensors_of(given)):
+            return made
+        if function.namespace == torch_private.wait_tensor.default.namespace:
+            self._send(function, given, made)
             return made
         if costs.is_view(function):
             self.clock.host += self.host.view
@@ -175,6 +186,13 @@ class VirtualDevice(torch_private.DispatchMode):
             self._note(tensor, given)
         return made
 
+    def _send(self, function: Any, given: Any, made: torch.Tensor) -> None:
+        """Simulate one of torch's functional collectives."""
+        group = self.groups[given[-1]] if isinstance(given[-1], str) else given[-1]
+        self._note(made, given)
+        key = torch_private.storage_id(made.untyped_storage())
+        self.sending[key] = group.send(function.name().partition("::")[2], given[0], made, *given[1:-1])
+
     def clock_task(self, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
         """Launch a task on the current stream."""
         task = self.clock.launch(self.current.queue, name, resource, work, latency)
@@ -183,11 +201,12 @@ class VirtualDevice(torch_private.DispatchMode):
 
     def collective(self, what: str, nbytes: int, ranks: int, *, stride: int, times: int) -> Task:
         """Launch a collective that sends `nbytes` bytes `times` times: twice for an all-reduce, or else once."""
-        on_links = exchanged if what == "all-to-all" else carried
+        on_links = {"all-to-all": exchanged, "ring": passed_on}.get(what, carried)
         sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside, across = self.cluster.device.link_seconds(*sent)
         link = "link" if inside >= across else "link between hosts"
-        return self.clock_task(what, link, max(inside, across), steps(ranks, times=times) * STEP_LATENCY)
+        hops = 1 if what == "ring" else steps(ranks, times=times)
+        return self.clock_task(what, link, max(inside, across), hops * STEP_LATENCY)
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         self._stream: VirtualStream | None = None
         self._last: Task | None = None
         self.sent_nbytes = 0  # that this rank would have sent
+        device.groups[name] = self
 
     def getBackendName(self) -> str:
         """Return the backend's name. torch calls this method."""
@@ -81,7 +82,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         if whole and not whole[0].is_meta:
             device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))
             return VirtualWork(device, None, [])
-        self.sent_nbytes += times * (nbytes // self._members) * (self._members - 1)
+        self.sent_nbytes += nbytes if what == "ring" else times * (nbytes // self._members) * (self._members - 1)
         device.collectives += 1
         device.clock.host += device.host.collective
         stream = device.current
@@ -122,6 +123,15 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
     ) -> Any:
         """See `torch.distributed`."""
         return self._meet("all-to-all", [max(output, given, key=torch.numel)], options)
+
+    def send(self, what: str, given: torch.Tensor, made: torch.Tensor, *sizes: Any) -> VirtualWork:
+        """Simulate a functional collective, which ends before its result is read. Return its work.
+
+        An all-to-all with a message to a single rank is a step of a ring.
+        """
+        if what == "all_to_all_single" and sum(map(bool, sizes[-1])) == 1:
+            return self._meet("ring", [given], None)
+        return self._meet(what.replace("_", "-"), [max(made, given, key=torch.numel)], None, times=1 + (what == "all_reduce"))
 
     def barrier(self, opts: Any = None) -> Any:
         """See `torch.distributed`."""

@@ -14,16 +14,18 @@ import torch
 from torch import nn
 
 from fullshard.api import torch_private
-from fullshard.api.virtual.attention import register
+from fullshard.api.planning import model_shape
+from fullshard.api.virtual.attention import dividing, register
 from fullshard.api.virtual.clock import DEVICE, Task
 from fullshard.api.virtual.device import VirtualDevice, instead
 from fullshard.api.virtual.group import name_groups, playing
-from fullshard.api.virtual.simulation import shard_without_weights, transformers_model
+from fullshard.api.virtual.simulation import check_axes, shard_without_weights, transformers_model
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.files import write_text
 from fullshard.core.sizes import MIB
 from fullshard.features import meta_parameters
+from fullshard.plan.axes import check_groups
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
@@ -118,7 +120,6 @@ def time_step(
         "method": job.method != "full",
         "offload": bool(job.on_host) or job.on_host.activations,
         "compile": job.compile,
-        **dict.fromkeys(job.axes, True),
         "loss": job.loss != "eager",
         "step in backward": job.schedule.steps_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
@@ -128,6 +129,7 @@ def time_step(
             f"virtual time does not support {', '.join(refused)}",
             hint="remove them, or use fullshard plan",
         )
+    check_axes(job)
     if cluster.device.is_cpu:
         raise ConfigError(
             "virtual time does not support CPUs",
@@ -152,10 +154,15 @@ def time_step(
     fused = instead(nn.functional, "dropout", _fused_dropout)
     with playing(device, rank, cluster.count), device.running(), fused_optimizers(), fused:
         shard_size = job.row.shard_size_on(cluster.per_host, job.shard_size)
-        mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, shard_size)[1], device=torch.device("meta"))
+        in_group = job.row.mesh_shape(cluster.count, shard_size)[1]
+        check_groups(model_shape(model), job, cluster, groups=cluster.count, shard_size=in_group)
+        mesh = init_mesh(shard_size=in_group, device=torch.device("meta"))
         name_groups(mesh)
-        shard_without_weights(model, job, mesh, device.note_event)
-        return last_step(device, model, torch.optim.AdamW(model.parameters(), fused=True), job)
+        with dividing(model, job, cluster.device) as groups:
+            for axis, group in groups.items():
+                group.title = axis
+            shard_without_weights(model, job, mesh, device.note_event)
+            return last_step(device, model, torch.optim.AdamW(model.parameters(), fused=True), job)
 
 
 def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> Timeline:
@@ -169,7 +176,7 @@ def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Op
             device.begin_record()
         for _ in range(job.accumulation):
             device.phase = "forward"
-            loss = _loss(model, job.micro_batch, job.seq_len)
+            loss = _loss(model, job.micro_batch, job.seq_len // job.shared_by)
             device.phase = "backward"
             loss.backward()
             del loss

@@ -18,6 +18,7 @@ from torch import nn
 from fullshard.api.counting import as_numbers
 from fullshard.api.planning import model_shape
 from fullshard.api.plugin import dtype_or_none
+from fullshard.api.virtual.attention import dividing
 from fullshard.api.virtual.device import VirtualDevice, instead
 from fullshard.api.virtual.group import playing
 from fullshard.comm.mesh import Mesh, init_mesh
@@ -32,6 +33,7 @@ from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.summary import Sharding
 from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.plan.activations import page_nbytes
+from fullshard.plan.axes import check_groups, sent_nbytes
 from fullshard.plan.hardware import DEVICES, Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
@@ -40,13 +42,17 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 
 
+SENT = ("gather", "reduce", "replicate", "cp", "sp")
+"""What the bytes are for that a rank sends in a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """The engine's actions in its second step, and the planner's prediction of them.
 
     Attributes:
         sharding: the description of the sharding that is reported at start-up.
-        traffic, counted: predicted and actual bytes that this rank sends (gather, reduce, replicate).
+        traffic, counted: predicted and actual bytes that this rank sends (gather, reduce, replicate, cp, sp).
         main_nbytes, predicted_main_nbytes: actual and predicted bytes of the main weights.
     """
 
@@ -79,9 +85,9 @@ class Simulation:
                 break
         if len(events) != len(predicted):
             found.append(f"the engine has {len(events)} events, but the planner has {len(predicted)}")
-        sent = (self.traffic.gather_nbytes, self.traffic.reduce_nbytes, self.traffic.replicate_nbytes)
+        sent = tuple(getattr(self.traffic, f"{name}_nbytes") for name in SENT)
         if sent != self.counted:
-            found.append(f"(gather, reduce, replicate) bytes: the engine sends {self.counted}, the planner says {sent}")
+            found.append(f"({', '.join(SENT)}) bytes: the engine sends {self.counted}, the planner says {sent}")
         if self.main_nbytes != self.predicted_main_nbytes:
             found.append(f"main weights: {self.main_nbytes} bytes, the planner says {self.predicted_main_nbytes}")
         return found
@@ -117,9 +123,7 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
             "the simulation does not support bitsandbytes layers",
             hint="use --method lora --quantize nf4-double, which also stores linear layers in 4 bits",
         )
-    if job.axes:
-        asked = ", ".join(f"{axis} = {size}" for axis, size in job.axes.items())
-        raise ConfigError(f"the simulation does not support {asked}", hint="remove them, or use fullshard plan")
+    check_axes(job)
     shard_size = job.row.mesh_shape(world_size, job.shard_size)[1]
     with meta_parameters():
         model = _trained(build().float(), job)
@@ -127,11 +131,16 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
     if job.wrap_embeddings:
         shape = shape.with_own_embeddings()
     events: list[Event] = []
-    device = VirtualDevice(Cluster(DEVICES["H100"], world_size, 1))  # whose clocks nobody reads
-    with playing(device, rank, world_size), instead(torch, "autocast", _autocast):
+    cluster = Cluster(DEVICES["H100"], world_size, 1)
+    check_groups(shape, job, cluster, groups=world_size, shard_size=shard_size)
+    device = VirtualDevice(cluster)  # whose clocks nobody reads
+    with playing(device, rank, world_size), instead(torch, "autocast", _autocast), contextlib.ExitStack() as stack:
+        if job.axes:  # to see torch's functional collectives
+            stack.enter_context(device.running())
         mesh = init_mesh(shard_size=shard_size, device=torch.device("meta"))
+        of_axes = stack.enter_context(dividing(model, job, cluster.device))
         shard_without_weights(model, job, mesh, events.append)
-        sent = _second_step(model, job, mesh, events)
+        sent = _second_step(model, job, mesh, of_axes, events)
     layout = lay_out(
         shape,
         strategy=job.row,
@@ -148,7 +157,7 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
         sharding=describe(model),
         events=events,
         predicted=predicted,
-        traffic=traffic_of(predicted, layout),
+        traffic=dataclasses.replace(traffic_of(predicted, layout), **sent_nbytes(shape, job)),
         counted=sent,
         main_nbytes=sum(
             tensor.nbytes for unit in units_of(model) for bucket in unit.buckets for tensor in bucket.stored
@@ -210,12 +219,25 @@ def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: Ev
         keep_head(apart[1])
 
 
-def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) -> tuple[int, ...]:
+def check_axes(job: Job) -> None:
+    """Raise `ConfigError` if the job has an axis that cannot be simulated."""
+    if job.ep > 1:
+        raise ConfigError(
+            f"the simulation does not support ep = {job.ep}: Transformers reads how many tokens each rank gets, which "
+            "tensors without data do not tell",
+            hint="remove ep, or use fullshard plan",
+        )
+
+
+def _second_step(
+    model: nn.Module, job: Job, mesh: Mesh, of_axes: dict[str, Any], events: list[Event]
+) -> tuple[int, ...]:
     """Run two steps. Keep the events of the second, and return the bytes that it sends.
 
     In the first step, the engine records the order of the units, which the second step follows.
     """
     groups = [getattr(way, "group", None) for way in (mesh.gather, mesh.reduce, mesh.replicate)]  # None: of one rank
+    groups += [of_axes.get(axis) for axis in ("cp", "sp")]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         events.clear()
@@ -275,9 +297,10 @@ def _loss(model: nn.Module, job: Job) -> torch.Tensor:
     A causal language model computes this loss itself, so with `wrap_embeddings` backward reaches the outermost unit
     before the head, as planned.
     """
-    tokens = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.long, device="meta")
+    length = job.seq_len // job.shared_by
+    tokens = torch.zeros(job.micro_batch, length, dtype=torch.long, device="meta")
     # A whole mask, because Transformers would look at the values of anything less.
-    mask = torch.ones(job.micro_batch, 1, job.seq_len, job.seq_len, dtype=torch.bool, device="meta")
+    mask = torch.ones(job.micro_batch, 1, length, length, dtype=torch.bool, device="meta")
     config: Any = model.config
     inputs = {"input_ids": tokens} | ({} if config.model_type in _OWN_MASK else {"attention_mask": mask})
     if getattr(config, "is_encoder_decoder", False):
