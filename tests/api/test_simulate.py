@@ -182,7 +182,11 @@ def test_differences_are_found() -> None:
     wrong = Event(EventKind.RESHARDED, "nowhere", 1)
     changed = {**{name: getattr(result, name) for name in Simulation.__slots__}, "events": [wrong, *result.events[1:]]}
     found = Simulation(**{**changed, "main_nbytes": 1, "counted": (0, 0, 0)}).differences
-    assert [text.split(":")[0] for text in found] == ["event 0", "(gather, reduce, replicate) bytes", "main weights"]
+    assert [text.split(":")[0] for text in found] == [
+        "event 0",
+        "(gather, reduce, replicate, cp, sp) bytes",
+        "main weights",
+    ]
 
 
 def test_parts_that_tokens_do_not_reach_are_named() -> None:

@@ -22,9 +22,10 @@ from fullshard.plan.evaluate import Plan, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import BALANCE, Job
-from fullshard.plan.library import load_model
+from fullshard.plan.library import MODELS, load_model
 from fullshard.plan.report import as_run_config
 from fullshard.plan.search import search
+from fullshard.plan.time import CONTENTION
 
 GIB = 2**30
 TINY: dict[str, Any] = {
@@ -50,14 +51,13 @@ def test_bytes_of_a_ring(checkpointing: str, gathers: int) -> None:
     assert plan.traffic.sp_nbytes == plan.traffic.ep_nbytes == 0
 
 
-@pytest.mark.parametrize(("checkpointing", "repeated"), [("none", 0), ("selective", 3 / 4), ("full", 1)])
-def test_bytes_of_heads(checkpointing: str, repeated: float) -> None:
+@pytest.mark.parametrize(("checkpointing", "repeated"), [("none", 0), ("selective", 1), ("full", 1)])
+def test_bytes_of_heads(checkpointing: str, repeated: int) -> None:
     """For 4 ranks, 2 heads of keys and values are 4; so q and o are twice as wide as k and v."""
     plan = tiny(sp=4, checkpointing=checkpointing)
     tokens, (q, k) = TOKENS // 4, (8 * 4, 4 * 4)
     once = (2 * q + 2 * k) * tokens * 2 * 3 // 4
-    again = {0: 0, 1: once, 3 / 4: (q + 2 * k) * tokens * 2 * 3 // 4}[repeated]
-    assert plan.traffic.sp_nbytes == 2 * (2 * once + again)
+    assert plan.traffic.sp_nbytes == 2 * (2 + repeated) * once
 
 
 def test_bytes_of_tokens() -> None:
@@ -110,7 +110,8 @@ def test_a_ring_holds_all_keys_for_a_moment() -> None:
     one, eight = (layer_activations(block, Job.of({"seq_len": TOKENS, "cp": cp}), device) for cp in (1, 8))
     keys, queries = 2 * 8 * 16, 8 * 16
     assert one.working < eight.working
-    assert eight.working == TOKENS // 8 * (9 * keys * 2 + (4 + 2) * (queries + keys) + 8 * keys)
+    freed = 2 * 4 * 4  # what the feed-forward part has kept
+    assert eight.working == TOKENS // 8 * (9 * keys * 2 + (4 + 2) * (queries + keys) + 8 * keys - freed)
 
 
 def test_the_busiest_rank_sets_the_pace() -> None:
@@ -147,12 +148,13 @@ def test_layers_wait_for_what_they_send() -> None:
 
 
 def test_attention_hides_a_ring_but_not_its_last_round() -> None:
-    """If attention is slow, a step waits for a quarter of the gradients' ring; and for all that Ulysses sends."""
+    """If attention is slow, a step waits for a quarter of the gradients' ring, and all that is sent slows attention."""
     slow: dict[str, Any] = {"flops": 1e9, "link": 1e6}
     ring, faster = (seconds({"cp": 4}, **{**slow, "link": link}) for link in (1e6, 2e6))
     gradients = 2 * 4 * 2**12 * (2 * 2 * 4) * 4
     shards = seconds({"seq_len": 2**14}, **slow) - seconds({"seq_len": 2**14}, **{**slow, "link": 2e6})
-    assert ring - faster - shards == pytest.approx(gradients / 4 * (1e-6 - 0.5e-6), rel=0.05)
+    slowed = CONTENTION * tiny("4xH100", cp=4, seq_len=2**14).traffic.cp_nbytes
+    assert ring - faster - shards == pytest.approx((gradients / 4 + slowed) * (1e-6 - 0.5e-6), rel=0.05)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,9 +303,50 @@ def test_a_configuration_sets_them() -> None:
     assert as_run_config(plan).parallelism.cp_size == 4
 
 
-def test_they_are_not_simulated() -> None:
-    for axis in ("cp", "sp", "ep"):
-        with pytest.raises(ConfigError, match=f"does not support.*{axis}"):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cp": 4, "accumulation": 2},
+        {"sp": 4, "checkpointing": "selective"},
+        *(
+            pytest.param({axis: size, "checkpointing": each, **more}, marks=pytest.mark.full)
+            for axis, size in (("cp", 8), ("cp", 2), ("sp", 2), ("sp", 8))
+            for each in ("none", "selective", "full")
+            for more in ({}, {"strategy": "HYBRID_SHARD", "shard_size": 8, "wrap_embeddings": True})
+        ),
+    ],
+)
+def test_a_simulated_rank_sends_what_is_planned(settings: dict[str, Any]) -> None:
+    """Torch's ring and the all-to-alls around attention run as one rank of 16, beside the engine's own events."""
+    job = Job.of({**settings, "seq_len": TOKENS})
+    result = simulate(transformers_model(TINY), job, world_size=16, rank=13)
+    assert result.differences == []
+    assert sum(result.counted[3:]) == result.traffic.cp_nbytes + result.traffic.sp_nbytes > 0
+    assert len(result.events) == len(result.predicted)
+
+
+@pytest.mark.full
+def test_values_of_another_size_go_around_a_ring() -> None:
+    """In DeepSeek's latent attention, they are smaller than keys, so that another kernel runs."""
+    values = {**MODELS["DeepSeek-V3"], "hidden_size": 32, "num_hidden_layers": 1, "first_k_dense_replace": 1,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 96}  # fmt: skip
+    result = simulate(transformers_model(values), Job.of({"cp": 4, "seq_len": 512}), world_size=4)
+    assert result.differences == [] and result.traffic.cp_nbytes > 0
+
+
+def test_a_simulation_that_sends_something_else_differs_from_the_plan() -> None:
+    result = simulate(transformers_model(TINY), Job.of({"sp": 4, "seq_len": TOKENS}), world_size=4)
+    less = dataclasses.replace(result, counted=(*result.counted[:4], result.counted[4] - 1))
+    assert result.differences == [] and "cp, sp) bytes" in less.differences[0]
+
+
+def test_other_axes_are_not_simulated() -> None:
+    for axis, why in (("tp", "layers are not split"), ("ep", "how many tokens each rank gets")):
+        with pytest.raises(ConfigError, match=f"does not support {axis} = 2 .*{why}"):
             simulate(transformers_model(TINY), Job.of({axis: 2, "seq_len": TOKENS}), world_size=4)
-        with pytest.raises(ConfigError, match=f"does not support.*{axis}"):
+        with pytest.raises(ConfigError, match=f"does not support {axis} = 2 .*{why}"):
             time_step(TINY, Job.of({axis: 2, "seq_len": TOKENS}), parse_cluster("4xH100"))
+    with pytest.raises(ConfigError, match="4 ranks share each sequence, which does not divide the 6 ranks"):
+        simulate(transformers_model(TINY), Job.of({"cp": 4, "seq_len": TOKENS}), world_size=6)
+    with pytest.raises(ConfigError, match="4 ranks share each sequence, which does not divide the 6 ranks"):
+        time_step(TINY, Job.of({"cp": 4, "seq_len": TOKENS}), parse_cluster("6xH100"))

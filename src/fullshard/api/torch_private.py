@@ -104,13 +104,14 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal or masked attention in a single kernel, which does not store the scores.
 
-    Since torch 2.0. With a mask, the kernel computes every score, even those that are masked.
+    Since torch 2.0. With a mask, the kernel computes every score, even those that are masked. Flash attention needs
+    values of the size of keys.
     """
     aten = torch.ops.aten
-    if mask is None:
+    if mask is None and value.shape[-1] == key.shape[-1]:
         mixed: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
     else:
-        mixed = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True)[0]
+        mixed = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, 0.0, mask is None)[0]
     return mixed
 
 

@@ -22,7 +22,7 @@ DIFFERS = 1
 @options_from(
     Job,
     *("strategy", "shard_size", "precision", "checkpointing", "accumulation", "micro_batch", "wrap_embeddings"),
-    *("method", "quantize", "lora_rank", "lora_targets", "attention"),
+    *("method", "quantize", "lora_rank", "lora_targets", "attention", "cp", "sp", "ep"),
 )
 def simulate(
     *,
@@ -80,8 +80,8 @@ def simulate(
 
 def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as_json: bool) -> bool:
     """Simulate a step, print what the engine did, and return whether that differs from the planner's prediction."""
+    from fullshard.api.virtual.simulation import SENT, transformers_model
     from fullshard.api.virtual.simulation import simulate as run
-    from fullshard.api.virtual.simulation import transformers_model
     from fullshard.core.sizes import format_nbytes
 
     result = run(transformers_model(values), job, world_size=world_size, rank=rank)
@@ -91,16 +91,17 @@ def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as
             "world_size": world_size,
             "events": len(result.events),
             "main_nbytes": result.main_nbytes,
-            "sent": dict(zip(("gather", "reduce", "replicate"), result.counted, strict=True)),
+            "sent": dict(zip(SENT, result.counted, strict=True)),
             "differences": result.differences,
         }
         typer.echo(json.dumps(shown, indent=2))
         return bool(result.differences)
-    gather, reduce, replicate = map(format_nbytes, result.counted)
+    gather, reduce, replicate, *of_axes = map(format_nbytes, result.counted)
+    of_axes = [f", {of_axes[axis == 'sp']} in its {axis} group" for axis in job.axes]
     typer.echo(
         f"rank {rank} of {world_size}: {result.sharding}\n"
         f"one step: {len(result.events)} events; sends {gather} to unshard, {reduce} to reduce, {replicate} between "
-        "replicas"
+        f"replicas{''.join(of_axes)}"
     )
     for difference in result.differences:
         typer.echo(f"differs from the plan: {difference}")

@@ -92,9 +92,9 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
     feeding = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
     if job.ep > 1:  # the gradients of what experts return, before and after they are sent
         feeding += round(width * block.experts_per_token * block.hidden * (1 + block.load)) * tokens
-    working = max(
-        feeding, _working_on_scores(block, job, width, device) * tokens, exchanging_nbytes(block, job) * tokens
-    )
+    within = max(_working_on_scores(block, job, device), exchanging_nbytes(block, job))
+    # By then, the tensors of the feed-forward part have been freed.
+    working = max(feeding, (within - width * _feed_forward_tensors(block, job) * block.active_intermediate) * tokens)
     inputs, temporaries = width * block.hidden * job.tokens, (working, feeding - widest * tokens)
     if job.checkpointing == "none":
         return LayerActivations(whole, inputs, 0, *temporaries)
@@ -239,15 +239,14 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
     return width * saved
 
 
-def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> int:
+def _working_on_scores(block: Block, job: Job, device: Device) -> int:
     """Return the bytes per token at the moment when backward has the gradients of softmax's output and input.
 
-    The bytes that have been freed by then are subtracted: the tensors of the feed-forward part, and the copy of the
-    scores that was multiplied by the values. The result is therefore only positive if scores are written to memory.
+    The copy of the scores that was multiplied by the values has been freed by then. The result is 0 if no scores are
+    written to memory.
     """
     softmax, copy = _score_widths(block, job, device)
-    each = 2 * softmax - (copy if copy != softmax or block.attention_dropout else 0)
-    return each * block.heads * job.seq_len - width * _feed_forward_tensors(block, job) * block.active_intermediate
+    return (2 * softmax - (copy if copy != softmax or block.attention_dropout else 0)) * block.heads * job.seq_len
 
 
 def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:

@@ -21,9 +21,9 @@ element, a layer also sends and holds the following. All of it is per rank:
                     it: the router decides how much it is, so it is an assumption
 
 Full checkpointing repeats what forward sends. Selective checkpointing keeps the output of a ring, so it only repeats
-all-to-alls: of what attention computed from whole sequences, it keeps the form that the ranks then exchange. With a causal mask and torch's load balancing (each rank has a chunk
-from the beginning and one from the end), each block is the same amount of work, and the attention of a sequence takes
-each rank 1/cp of its FLOP.
+all-to-alls: in Ulysses, what it keeps has not been exchanged yet. With a causal mask and torch's load balancing (each
+rank has a chunk from the beginning and one from the end), each block is the same amount of work, and the attention of a
+sequence takes each rank 1/cp of its FLOP.
 
 The sources are `_templated_ring_attention` and its backward in torch/distributed/tensor/experimental, Ulysses' paper
 (arXiv 2309.14509, section 3.2), and `AllToAllEP` in transformers/distributed/expert_parallel.py. In the latter, the
@@ -54,7 +54,8 @@ class Message(NamedTuple):
         stride: the difference between the numbers of neighbouring ranks of the group.
         rounds: number of messages to the next rank of a ring, or 1 for another collective.
         is_gather: whether all ranks receive the same bytes.
-        hidden: the fractions of attention's forward and of its backward that run at the same time.
+        since: the fractions of attention's forward and of its backward that run after the exchange has begun.
+        hidden: the fractions of those that run before anything waits for it.
         least: the fraction of the exchange that nothing hides.
     """
 
@@ -64,6 +65,7 @@ class Message(NamedTuple):
     stride: int
     rounds: int = 1
     is_gather: bool = False
+    since: tuple[float, float] = (0.0, 0.0)
     hidden: tuple[float, float] = (0.0, 0.0)
     least: float = 0.0
 
@@ -85,12 +87,12 @@ def messages_of(block: Block, job: Job) -> tuple[list[Message], list[Message]]:
     if job.cp > 1:
         part, stride = 1 / job.cp, job.sp * job.tp
         nbytes: float = (job.cp - 1) * tokens * keys * width
-        gather = Message("cp", nbytes, job.cp, stride, is_gather=True, hidden=(part, 0.0))
+        gather = Message("cp", nbytes, job.cp, stride, is_gather=True, since=(1.0, 0.0), hidden=(part, 0.0))
         forward.append(gather)
-        repeated += [gather] * (job.checkpointing == "full")
-        backward.append(gather._replace(hidden=(0.0, part)))
-        nbytes = job.cp * tokens * keys * 4
-        backward.append(Message("cp", nbytes, job.cp, stride, rounds=job.cp, hidden=(0.0, 1 - part), least=part))
+        repeated += [gather._replace(since=(1.0, 1.0))] * (job.checkpointing == "full")
+        backward.append(gather._replace(since=(0.0, 1.0), hidden=(0.0, part)))
+        nbytes, after = job.cp * tokens * keys * 4, (0.0, 1 - part)
+        backward.append(Message("cp", nbytes, job.cp, stride, rounds=job.cp, since=after, hidden=after, least=part))
     if job.sp > 1:
         outputs = block.heads * (block.value_dim or block.head_dim)
         sizes = (both - outputs, keys / 2, keys / 2, outputs)

@@ -266,9 +266,13 @@ class _Clock:
         for message in self.messages[unit.block][way] if unit.block is not None else ():
             links = self.cluster.device.link_seconds(*message.links(self.cluster.per_host))
             latency = message.rounds * BASE_LATENCY + (message.ranks - 1) * STEP_LATENCY
-            hidden = sum(part * seconds for part, seconds in zip(message.hidden, attention, strict=True))
-            done = self._on_wire(*links, latency, ago=hidden)
-            self._wait(max(done, self.now + message.least * max(links)))
+            since, hidden = (
+                sum(part * seconds for part, seconds in zip(parts, attention, strict=True))
+                for parts in (message.since, message.hidden)
+            )
+            self._run(CONTENTION * min(hidden, max(links)))
+            done = self._on_wire(*links, latency, ago=since)
+            self._wait(max(done + since - hidden, self.now + message.least * max(links)))
         if job.ep > 1 and unit.block is not None and unit.block.experts and (way == 0 or job.checkpointing != "none"):
             self.host = max(self.host, self.now)  # it has waited for the number of tokens
 

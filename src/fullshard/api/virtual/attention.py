@@ -55,7 +55,8 @@ def dividing(model: nn.Module, job: Job, device: Device) -> Iterator[dict[str, A
                 first = rank - rank // stride % size * stride
                 groups[axis] = dist.new_group([first + stride * number for number in range(size)])
         if "cp" in groups:
-            mesh = DeviceMesh.from_group(groups["cp"], "cpu")
+            # With the same ranks and names, torch would take the mesh of an earlier simulation, whose groups are gone.
+            mesh = DeviceMesh.from_group(groups["cp"], "cpu", mesh_dim_names=(f"cp {groups['cp'].group_name}",))
             whole = torch.empty(job.seq_len)  # torch takes the length from it
             stack.enter_context(
                 context_parallel(mesh, buffers=[whole], buffer_seq_dims=[0], no_restore_buffers={whole})
@@ -65,13 +66,14 @@ def dividing(model: nn.Module, job: Job, device: Device) -> Iterator[dict[str, A
             split = SplitSequences(model, groups["sp"], by_deepspeed=False)
             register(job, device, lambda attend, *args, **kwargs: split.attend(attend, NAME, *args, **kwargs))
         if groups:
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation(NAME)  # type: ignore[operator]
         yield groups
 
 
 def _in_a_ring(mesh: DeviceMesh, attend: Any, module: nn.Module, *parts: Any, **options: Any) -> tuple[Any, None]:
-    query, key, value = (DTensor.from_local(part, mesh, [Shard(2)], run_check=False) for part in parts[:3])
-    return torch_private.attend(query, key, value).to_local().transpose(1, 2).contiguous(), None
+    divided = (DTensor.from_local(part, mesh, [Shard(2)], run_check=False) for part in parts[:3])
+    mixed: Any = torch_private.attend(*divided)
+    return mixed.to_local().transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

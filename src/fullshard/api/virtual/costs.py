@@ -65,10 +65,17 @@ def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: An
     formula = flop_registry.get(kind)
     if formula is None:
         return 0.0
+    is_attention = "attention" in operation.name()
+    if is_attention:  # older formulas do not count grouped heads
+        heads = max(t.shape[1] for t in tensors_of(given) if t.dim() == 4)
+        given = [_with_heads(value, heads) for value in given]
     flops = float(formula(*given, **named, out_val=made))
-    if "attention" in operation.name() and _is_causal(operation, given, named):
-        flops /= 2
-    return flops
+    return flops / 2 if is_attention and _is_causal(operation, given, named) else flops
+
+
+def _with_heads(value: Any, heads: int) -> Any:
+    is_grouped = isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape[1] < heads
+    return value.new_empty(len(value), heads, *value.shape[2:]) if is_grouped else value
 
 
 def _is_causal(operation: Any, given: Sequence[Any], named: dict[str, Any]) -> bool:

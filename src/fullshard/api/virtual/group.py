@@ -131,7 +131,9 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         """
         if what == "all_to_all_single" and sum(map(bool, sizes[-1])) == 1:
             return self._meet("ring", [given], None)
-        return self._meet(what.replace("_", "-"), [max(made, given, key=torch.numel)], None, times=1 + (what == "all_reduce"))
+        return self._meet(
+            what.replace("_", "-"), [max(made, given, key=torch.numel)], None, times=1 + (what == "all_reduce")
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         """See `torch.distributed`."""

@@ -41,7 +41,6 @@ from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 
-
 SENT = ("gather", "reduce", "replicate", "cp", "sp")
 """What the bytes are for that a rank sends in a step."""
 
@@ -221,11 +220,13 @@ def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: Ev
 
 def check_axes(job: Job) -> None:
     """Raise `ConfigError` if the job has an axis that cannot be simulated."""
-    if job.ep > 1:
+    reasons = {
+        "tp": "layers are not split",
+        "ep": "Transformers' exchange reads how many tokens each rank gets, which tensors without data do not tell",
+    }
+    if asked := [f"{axis} = {job.axes[axis]} ({why})" for axis, why in reasons.items() if axis in job.axes]:
         raise ConfigError(
-            f"the simulation does not support ep = {job.ep}: Transformers reads how many tokens each rank gets, which "
-            "tensors without data do not tell",
-            hint="remove ep, or use fullshard plan",
+            f"the simulation does not support {' and '.join(asked)}", hint="remove them, or use fullshard plan"
         )
 
 
