@@ -9,7 +9,7 @@ import torch
 
 from tests.simulated.features import go_on_from, save_to, shard_what_loses_its_class
 from tests.simulated.process import on_device
-from tests.simulated.programs import PROGRAMS
+from tests.simulated.programs import AXES, PROGRAMS
 from tests.simulated.training import CHOICES, OTHERS, Case, differences, pairwise, train
 
 SLICES = 6
@@ -77,7 +77,7 @@ def _wrong_programs(names: list[str], step: int) -> dict[str, list[str]]:
     return {name: wrong for name, wrong in found.items() if wrong}
 
 
-OTHER_PROGRAMS = [name for name, (program, _) in PROGRAMS.items() if program is not train]
+OTHER_PROGRAMS = [name for name, (program, _) in PROGRAMS.items() if program is not train and name not in AXES]
 
 
 @IN_FEW_ORDERS

@@ -196,7 +196,7 @@ def _keep_nothing() -> None:
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
+def shared_folder() -> Iterator[Path]:
     """One for all ranks, which are threads of this process."""
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(path, src=0, device=torch.device("cpu"))
@@ -214,7 +214,7 @@ def save_meanwhile(case: Case, kind: str) -> list[torch.Tensor]:
     model: Any = made(case, place)
     optimizer = optimizer_of(case, model)
     found = []
-    with _folder() as folder:
+    with shared_folder() as folder:
         saver = AsyncSaver() if dist.get_world_size() == 1 else None  # its messages would be Gloo's
         for step in range(4):
             found.append(_step(model, optimizer, step, place))
@@ -262,7 +262,7 @@ def pretrained(case: Case, kind: str) -> list[torch.Tensor]:
         num_key_value_heads=1, max_position_embeddings=32, bos_token_id=0, eos_token_id=None, pad_token_id=1,
         hidden_act="relu",  # the gradient of silu is put together of other kernels on a device without its own
     )  # fmt: skip
-    with _folder() as folder:
+    with shared_folder() as folder:
         if dist.get_rank() == 0:
             torch.manual_seed(3)
             LlamaForCausalLM(size).save_pretrained(folder)

@@ -124,6 +124,10 @@ class SimulatedGroup(_c10d.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> Any:
         return self._meet("reduce_scatter", [output], [given], options)
 
+    def all_gather_single_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any = None) -> Any:
+        """That of functional collectives, which pass one tensor."""
+        return self.all_gather_single(*outputs, *inputs)
+
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, source: list[int], to: list[int], options: Any = None
     ) -> Any:
@@ -136,12 +140,13 @@ class SimulatedGroup(_c10d.ProcessGroup):
         return self._meet("barrier", [], [torch.zeros(1)])
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
 
-def _communicator(store: Any) -> int:
+def _communicator(store: Any, name: str = "communicator") -> int:
     """The number of the communicator that the ranks with this store make."""
     number = next(_numbers)
-    return int(store.compare_set("communicator", "", str(number)))
+    return int(store.compare_set(name, "", str(number)))
 
 
 dist.Backend.register_backend(
@@ -151,18 +156,20 @@ dist.Backend.register_backend(
 )
 
 
-class _World(ThreadLocalWorld):
-    """What torch keeps about process groups, for each rank by itself.
+def rank_here() -> int:
+    """Return the rank that this thread belongs to. Autograd's threads belong to a device, and so to a rank."""
+    rank: int | None = getattr(_here, "rank", None)
+    return torch.accelerator.current_device_index() if rank is None else rank
 
-    Autograd's threads belong to a device, and so to a rank.
-    """
+
+class _World(ThreadLocalWorld):
+    """What torch keeps about process groups, for each rank by itself."""
 
     def __init__(self) -> None:
         self.of: dict[int, WorldData] = {}
 
     def _get_world(self) -> WorldData:
-        rank = getattr(_here, "rank", None)
-        rank = torch.accelerator.current_device_index() if rank is None else rank
+        rank = rank_here()
         if rank not in self.of:
             nobody: Any = None
             self.of[rank] = WorldData(nobody, {}, {}, {}, {}, 0, {}, {}, {}, [])
@@ -177,10 +184,10 @@ def _worlds() -> Iterator[None]:
     """Each rank has process groups of its own, and makes new ones together with the others."""
     module: Any = dist.distributed_c10d
     world, barrier = module._world, module._store_based_barrier
-    meeting = next(_numbers)
 
     def together(rank: int, store: Any, name: str, size: int, *rest: Any) -> None:
-        upto = torch.ops.simulated.meet(meeting, rank, size, "making a group", [], [torch.zeros(1)], 0, 0)
+        meeting, member = _communicator(store, name), (store.add(f"members of {name}", 1) - 1) % size
+        upto = torch.ops.simulated.meet(meeting, member, size, "making a group", [], [torch.zeros(1)], 0, 0)
         torch.ops.simulated.wait_on_host(meeting, upto)
 
     module._world, module._store_based_barrier = _World(), together

@@ -22,6 +22,7 @@ TORCH_DIST, RESIZED = "comm/torch_dist.py", "comm/resized_buffer.py"
 PACKINGS = "features/packed_messages.py"
 OFFLOAD, ACTIVATIONS = "features/offload/host.py", "features/offload/pages.py"
 STAGING = "checkpoint/staging.py"
+SEQUENCES, CONTEXT = "features/sequence_parallel/attention.py", "api/context_parallel.py"
 _STAGED = "block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)"
 
 
@@ -285,6 +286,31 @@ MUTATIONS = (
         "                work.wait()  # it writes to memory that is about to be freed\n",
         "                pass\n",
         "failed half-way",
+    ),
+    *(
+        Mutation(f"{what} not waited for", file, old, f"{old[:-1]}, async_op=True)", found_by)
+        for what, file, old, found_by in (
+            (
+                "heads that are exchanged for parts of sequences are",
+                SEQUENCES,
+                "dist.all_to_all_single(received, rows, group=group)",
+                "sequence parallel",
+            ),
+            (
+                "positions and padding of whole sequences are",
+                SEQUENCES,
+                "dist.all_gather(list(of_all), own.contiguous(), group=self.group)",
+                "sequence parallel",
+            ),
+            ("keys and values are", CONTEXT, "dist.all_gather(parts, part, group=group)", "context parallel"),
+            ("their gradients are", CONTEXT, "dist.all_reduce(gradient, group=ctx.group)", "context parallel"),
+            (
+                "positions of all parts are",
+                CONTEXT,
+                "dist.all_gather(parts, positions, group=mesh.get_group())",
+                "context parallel",
+            ),
+        )
     ),
     *(
         Mutation(f"the host waits {what}", file, old, new, found_by, is_race=False)

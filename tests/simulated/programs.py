@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -33,6 +35,29 @@ from tests.simulated.training import (
     stage,
     train,
 )
+
+
+def _of_axes(name: str, case: Case, kind: str) -> list[torch.Tensor]:
+    """Only who runs these imports what they need, which takes seconds."""
+    program: Program = getattr(importlib.import_module("tests.simulated.axes"), name)
+    return program(case, kind)
+
+
+_CONTEXT, _SEQUENCE, _EXPERT = (
+    functools.partial(_of_axes, f"{what}_parallel") for what in ("context", "sequence", "expert")
+)
+AXES: dict[str, tuple[Program, Case]] = {
+    "context parallel": (_CONTEXT, Case(ranks=2)),
+    "context parallel, on host": (_CONTEXT, Case(ranks=2, offload="everything", activations="on host")),
+    "context parallel, four ranks": (_CONTEXT, Case(ranks=4)),
+    "sequence parallel": (_SEQUENCE, Case(ranks=2)),
+    "sequence parallel, on host": (_SEQUENCE, Case(ranks=2, offload="everything", activations="on host")),
+    "sequence parallel, four ranks": (_SEQUENCE, Case(ranks=4)),
+    "expert parallel": (_EXPERT, Case(ranks=2)),
+    "expert parallel, on host": (_EXPERT, Case(ranks=2, offload="everything")),
+    "expert parallel, sharded": (_EXPERT, Case(ranks=4)),
+}
+"""Sequences or experts are divided among ranks."""
 
 PROGRAMS: dict[str, tuple[Program, Case]] = {
     "two ranks": (train, Case(ranks=2)),
@@ -74,6 +99,7 @@ PROGRAMS: dict[str, tuple[Program, Case]] = {
     "host waits": (host_waits_as_known, Case()),
     "host waits, two ranks": (host_waits_as_known, Case(ranks=2)),
     "pretrained": (pretrained, Case(ranks=2)),
+    **AXES,
 }
 
 

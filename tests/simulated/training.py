@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.comm import torch_private
+from fullshard.comm import mesh, torch_private
 from fullshard.config.switches import OFFLOAD
 from fullshard.features import (
     CPUOffloadPolicy,
@@ -231,7 +231,7 @@ _PRECISION = {
     "bf16 stored": None,
     "packed": MixedPrecisionPolicy(gather_as=torch.int8, reduce_as=torch.bfloat16),
 }
-_OFFLOAD: dict[str, Callable[..., OffloadPolicy]] = {
+OFFLOADS: dict[str, Callable[..., OffloadPolicy]] = {
     "nothing": OffloadPolicy,
     "main weights": lambda **more: OffloadPolicy(main_weights=True, **more),
     "optimizer state": lambda **more: OffloadPolicy(optimizer_state=True, **more),
@@ -257,7 +257,7 @@ def made(case: Case, place: torch.device, **more: Any) -> nn.Module:
             "strategy": case.strategy,
             "shard_size": 2 if "HYBRID" in case.strategy else None,
             "mp_policy": _PRECISION[case.precision],
-            "offload_policy": _OFFLOAD[case.offload](activations="on host" in case.activations),
+            "offload_policy": OFFLOADS[case.offload](activations="on host" in case.activations),
             "backward_prefetch": case.prefetch,
             "forward_prefetch": case.prefetch != "NO_PREFETCH",
             "reshard_after_forward": None if case.reshard == "auto" else case.reshard,
@@ -415,17 +415,20 @@ Program = Callable[[Case, str], list[torch.Tensor]]
 
 @contextlib.contextmanager
 def as_with_nccl() -> Iterator[None]:
-    """Have the engine reduce in place, as it does with a backend that is not written in Python."""
-    backend_of = torch_private.backend_of
+    """Have the engine reduce in place, as it does with a backend that is not written in Python.
+
+    Groups for messages between hosts stay simulated: Gloo's threads would wait for ranks that do not run.
+    """
+    backend_of, made_by = torch_private.backend_of, mesh._made_by
 
     def found(group: Any, device: torch.device) -> Any:
         return "NCCL" if device.type != "cpu" and group is not dist.group.WORLD else backend_of(group, device)
 
-    torch_private.backend_of = found
+    torch_private.backend_of, mesh._made_by = found, lambda ranks, device, backend=None: made_by(ranks, device)
     try:
         yield
     finally:
-        torch_private.backend_of = backend_of
+        torch_private.backend_of, mesh._made_by = backend_of, made_by
 
 
 def on_the_cpu(case: Case, program: Program = train) -> list[list[torch.Tensor]]:

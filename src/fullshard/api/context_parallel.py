@@ -1,7 +1,7 @@
 """Context parallelism: every rank of a group computes on its own part of each sequence.
 
-torch's `context_parallel` cuts the sequences. On accelerators, it also computes attention, in a ring. torch has no such
-kernel for CPUs. There, attention gathers keys and values, which gives the same numbers.
+torch's `context_parallel` cuts the sequences. On GPUs, it also computes attention, in a ring. torch has no such kernel
+for CPUs and other devices. There, attention gathers keys and values, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fullshard.core.errors import ConfigError, DataError
 _attend = F.scaled_dot_product_attention
 _POSITIONS: list[torch.Tensor] = []
 """Within `divided`, the positions in the sequence of this rank's tokens."""
+_RINGS = ("cuda", "xpu")
 _ON_FULL_ATTENTION = "use a model with full attention in every layer"
 
 
@@ -81,7 +82,7 @@ def divided(
     with cuts, contextlib.ExitStack() as stack:
         _POSITIONS.append(positions)
         stack.callback(_POSITIONS.pop)
-        if positions.device.type == "cpu":
+        if positions.device.type not in _RINGS:
             stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
             parts = [torch.empty_like(positions) for _ in range(mesh.size())]
             dist.all_gather(parts, positions, group=mesh.get_group())
