@@ -81,7 +81,7 @@ def export_hf(
             write_configuration(temp, model, cast, convert.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
-            destination.commit()
+            destination.store.commit()
 
         ranks.on_rank_0(f"exporting {final}", finish)
     return final

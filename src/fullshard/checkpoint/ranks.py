@@ -157,7 +157,8 @@ class Ranks:
         """Raise an error on every rank if `error` is not None on any rank. See `together`."""
         if self.all(error is None):  # usually this one small message is sufficient
             return
-        message = None if error is None else _describe(error)
+        text = str(error) if isinstance(error, FullshardError) else f"{type(error).__name__}: {error}"
+        message = None if error is None else text
         found: Sequence[tuple[str | None, bool]] = self.broadcast(self.gather([message, isinstance(error, StoreError)]))
         messages = [message for message, _ in found]
         if any(is_silent for _, is_silent in found):
@@ -223,11 +224,6 @@ _COME: dict[str, int] = {}
 
 def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
-
-
-def _describe(error: Exception) -> str:
-    """Return the message of an error, preceded by its type unless it is a fullshard error."""
-    return str(error) if isinstance(error, FullshardError) else f"{type(error).__name__}: {error}"
 
 
 def _name(ranks: Iterator[int]) -> str:

@@ -135,11 +135,6 @@ class Destination:
 
         self.ranks.on_rank_0(f"saving {self.final}", hold)
 
-    def commit(self, manifest: bytes | None = None) -> None:
-        """Commit the checkpoint; see `Store.commit`. Only rank 0 calls this."""
-        self.store.manifest = manifest
-        self.store.commit()
-
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
         """Remove all files of the save if the block raises an error."""
@@ -232,7 +227,8 @@ class PendingSave(Pending):
 
         def commit() -> None:
             manifest = writer.manifest([RankReport.model_validate(r) for r in reports], parts=self.parts)
-            self.destination.commit(encode_manifest(manifest))
+            self.destination.store.manifest = encode_manifest(manifest)
+            self.destination.store.commit()
 
         return commit
 
@@ -265,4 +261,4 @@ class PendingParts(Pending):
     def _write(self, ranks: Ranks) -> Callable[[], None]:
         for part in self.parts:
             part._complete(ranks)
-        return self.destination.commit
+        return self.destination.store.commit

@@ -120,7 +120,7 @@ def make_plan(
         per_host,
         *_rendezvous_seconds(launch.rdzv_conf),
         {**worker_environment(launch, device, per_host, environ), **_taken(line)},
-        worker_command(line),
+        (sys.executable, bootstrap.__file__, line.kind, str(line.target), *line.arguments),
     )
 
 
@@ -170,11 +170,6 @@ def _check_every_size(resolved: Resolved, per_host: int) -> None:
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 """Backends for collectives by kind of device."""
-
-
-def worker_command(line: CommandLine) -> tuple[str, ...]:
-    """Return the command that every process runs."""
-    return (sys.executable, bootstrap.__file__, line.kind, str(line.target), *line.arguments)
 
 
 def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ: Mapping[str, str]) -> dict[str, str]:
