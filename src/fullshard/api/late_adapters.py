@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
+from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError
 from fullshard.engine.fully_shard import fully_shard
 from fullshard.engine.lookup import require_unit, unit_of
@@ -37,29 +39,27 @@ def shard_adapters(model: Any) -> None:
     """Shard the adapters of a PEFT model whose base model is already sharded. All ranks use the values of rank 0.
 
     Raises:
-        ConfigError: The base model is split by tensor parallelism, or parameters other than those of adapter layers
-            were added.
+        ConfigError: Tensor parallelism has split a layer, but not its adapter, or parameters other than those of
+            adapter layers were added.
     """
     base = model.get_base_model()
-    if (getattr(base, "_tp_size", None) or 1) > 1:
-        raise ConfigError(
-            f"adapters were added to a {type(base).__name__} with tp_size = {base._tp_size}, whose layers are split",
-            hint="load it with tp_size=1",
-        )
     managed = {parameter for parameter in model.parameters() if sharded_parameter_of(parameter) is not None}
     added = [(name, p) for name, p in model.named_parameters() if p not in managed]
     groups: dict[int, list[nn.Module]] = {}
     reached: set[int] = set()
-    outermost = require_unit(base)
+    outermost, tiles = require_unit(base), getattr(base, "_tp_size", None) or 1
     for layer, unit in _adapter_layers(base, outermost):
         groups.setdefault(id(unit), []).append(layer)
         reached.update(id(parameter) for parameter in layer.parameters())
+        _check_split(layer, tiles)
     if other := [name for name, parameter in added if id(parameter) not in reached]:
         raise ConfigError(
             f"{', '.join(other[:3])} was added to a model that is already sharded, and is not in an adapter layer",
             hint="load the base without distributed_config, add the adapters, then shard it",
         )
-    take_from_rank_0([parameter.data for _, parameter in added], outermost.mesh)
+    whole_mesh = outermost.mesh if tiles == 1 else init_mesh(device=outermost.mesh.device)
+    take_from_rank_0([p.detach() for _, p in added if not isinstance(p, DTensor)], whole_mesh)
+    take_from_rank_0([p.to_local().detach() for _, p in added if isinstance(p, DTensor)], outermost.mesh)
     for module in model.modules():
         if hasattr(module, "_activate_lora") and _ACTIVE in module.get_base_layer().__dict__:
             module._activate_lora = _adds_inside(module)
@@ -81,6 +81,23 @@ def _adapter_layers(module: nn.Module, unit: Any) -> Iterator[tuple[nn.Module, A
             yield child, unit
         else:
             yield from _adapter_layers(child, unit_of(child) or unit)
+
+
+def _check_split(layer: Any, tiles: int) -> None:
+    """Refuse an adapter whose layer is split among ranks, unless the adapter is split, too."""
+    base, kind = layer.get_base_layer(), f"{type(layer).__module__}.{type(layer).__name__}"
+    if _ACTIVE in base.__dict__:
+        is_right = tiles == 1
+    else:
+        sharded = map(sharded_parameter_of, base.parameters(recurse=False))
+        is_split = any(one is not None and one.spec.beside is not None for one in sharded)
+        is_plain = kind == "peft.tuners.lora.layer.Linear" and not layer.lora_magnitude_vector
+        is_right = not is_split or (is_plain and getattr(base, "_hf_tp_plan", None) in ("colwise", "rowwise"))
+    if not is_right:
+        raise ConfigError(
+            f"tensor parallelism splits a {type(base).__name__}, but its adapter {kind} cannot be split",
+            hint="add LoRA to linear layers that Transformers splits, or load the model with tp_size=1",
+        )
 
 
 def _adds_inside(wrapper: Any) -> Any:

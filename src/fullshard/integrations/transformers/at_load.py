@@ -26,6 +26,7 @@ from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.comm.device import current
 from fullshard.comm.mesh import Mesh, init_mesh, joined_world_size
 from fullshard.core.errors import ConfigError
+from fullshard.core.imports import after_import
 from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from fullshard.features.sequence_parallel.attention import exchange
 
@@ -101,9 +102,14 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
             model, device_mesh["tp"], tp_plan
         )
         model.tie_weights()
+        for name, layer in model.named_modules():
+            if name in tp_plan:  # PEFT splits the adapters of these layers accordingly
+                layer._hf_tp_plan, layer._hf_device_mesh = tp_plan[name], device_mesh["tp"]
     experts = {} if device_mesh is None or _ep_size(config) == 1 else _distribute(model, config, device_mesh, ep_plan)
+    after_import("peft.tuners.tuners_utils", _show_whole_layers)
     # PEFT takes any size, even 1, for split layers.
     model._tp_size, model._fsdp_size = config.tp_size if config.tp_size > 1 else None, config.fsdp_size
+    axes = ("dp_replicate", "fsdp") if config.dp_replicate_size > 1 else "fsdp"
     # Parameters that the plan keeps unsharded until backward belong to the outermost unit, which keeps them too.
     units = [model.get_submodule(name) for name, style in fsdp_plan.items() if style == "free_full_weight"]
     shard_model(
@@ -114,7 +120,7 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         if config.fsdp_mixed_precision
         else None,
         offload_policy=CPUOffloadPolicy() if config.fsdp_cpu_offload else None,
-        mesh=init_mesh(device_mesh=None if device_mesh is None else device_mesh[_data_axes(config)]),
+        mesh=init_mesh(device_mesh=None if device_mesh is None else device_mesh[axes]),
         other_meshes=experts,
     )
     for each in experts:
@@ -189,9 +195,9 @@ def _exchange_tokens(rows: torch.Tensor, received: Any, sent: Any, group: dist.P
     return exchange(rows, group, _EXCHANGE, received, sent)
 
 
-def _data_axes(config: Any) -> tuple[str, ...]:
-    """Return the axes to shard over. PEFT takes weights for split layers if a mesh has other axes than `fsdp`."""
-    return ("dp_replicate", "fsdp") if config.dp_replicate_size > 1 else ("fsdp",)
+def _show_whole_layers(tuners: Any) -> None:
+    """Make PEFT size adapters by the features of a layer, not by this rank's part of its weight."""
+    tuners._torch_supports_distributed = False
 
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
