@@ -295,7 +295,8 @@ class Accelerator(Loaders, Reporting):
         if not is_sharded(model):
             self._take_changes()
             if self._config.parallelism.cp_size > 1:
-                prepare(model, self.state.parallelism_config.cp_handler.cp_comm_strategy)
+                mesh = cast("Any", self.torch_device_mesh)["cp"]
+                prepare(model, self.state.parallelism_config.cp_handler.cp_comm_strategy, mesh)
             if self._config.parallelism.sp_size > 1:
                 config, mesh = self.state.parallelism_config, cast("Any", self.torch_device_mesh)
                 handler, by_deepspeed = config.sp_handler, config.sp_backend == "deepspeed"

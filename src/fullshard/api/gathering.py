@@ -20,6 +20,8 @@ class Gathering(Processes):
 
     gradient_state: GradientState
     _trigger = False
+    shares_losses = False
+    """Whether all ranks that share sequences compute the same values, from whole sequences."""
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all ranks along the first dimension. See `collectives.gather`.
@@ -30,6 +32,7 @@ class Gathering(Processes):
 
     def _gather_once(self, tensor: Any, **notes: Any) -> Any:
         ranks, tiles = self.num_processes, self._tensor_parallel_size
+        tiles = self._ranks_per_batch if self.shares_losses else tiles
 
         def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
             parts = gathered.view(ranks // tiles, tiles, -1, *gathered.shape[1:])
@@ -66,7 +69,7 @@ class Gathering(Processes):
             data = [item for part, _ in said[:: self._ranks_per_batch] for item in part]
             return data[: self._real_rows(len(data))]
         data = self._gather_once(input_data, check=check_orders, note=order)
-        parts = self._ranks_per_sequence
+        parts = 1 if self.shares_losses else self._ranks_per_sequence
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             rows = tensor.shape[0] // parts

@@ -30,7 +30,7 @@ class TrainerAccelerator(Accelerator):
     """The Accelerator that drives the engine for a Trainer.
 
     `tensor_parallel_size` is the number of ranks over which each layer was split when the model was loaded. If
-    `shares_losses`, the ranks of a group of sequence parallelism compute the same loss, from whole sequences.
+    `shares_losses`, ranks that share sequences compute the same loss, from whole sequences.
     """
 
     _accumulates = False  # the Trainer accumulates
@@ -97,18 +97,14 @@ class TrainerAccelerator(Accelerator):
     def parallelism_config(self) -> Any:
         """Return the `ParallelismConfig` if it divides sequences, otherwise None.
 
-        TRL divides token counts by its `tp_size`. `gather_for_metrics` counts only once what ranks of tensor
-        parallelism share, but not what ranks that share losses do. Its `sp_backend` is `fullshard`, because Trainer has
-        a loop of its own for DeepSpeed's engine.
+        It has no tensor parallelism, because TRL would divide by its size what `gather_for_metrics` has counted once.
+        Its `sp_backend` is `fullshard`, because Trainer has a loop of its own for DeepSpeed's engine.
         """
         if self._ranks_per_sequence == 1:
             return None
         config = self.state.parallelism_config
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        sizes = (
-            {"tp_size": config.sp_size, "sp_size": 1} if self.shares_losses and config.sp_size > 1 else {"tp_size": 1}
-        )
-        return ParallelismConfig(**fields | sizes | {"tp_handler": None, "sp_backend": "fullshard"})
+        return ParallelismConfig(**fields | {"tp_size": 1, "tp_handler": None, "sp_backend": "fullshard"})
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor from all ranks.

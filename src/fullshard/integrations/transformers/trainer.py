@@ -69,6 +69,7 @@ class ShardedTraining:
     optimizer: Any
     lr_scheduler: Any
     accelerator: TrainerAccelerator
+    _divides_sequences = False
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Create the Accelerator, and mark the model as sharded for Trainer."""
@@ -187,7 +188,11 @@ class ShardedTraining:
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one micro-batch."""
         with teachers_head(self):
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self.accelerator._config.parallelism.cp_size > 1 and not self._divides_sequences:
+            what = f"{type(self).__name__} computes on whole sequences on every rank, so cp_size has no effect"
+            raise ConfigError(what, hint="remove cp_size")
+        return loss
 
     def prediction_step(
         self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -202,16 +207,25 @@ class ShardedTraining:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> Any:
-        if self.accelerator._config.parallelism.sp_size == 1:
+        axes = self.accelerator._config.parallelism
+        self._divides_sequences = True
+        if axes.ranks_per_sequence == 1:
             return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
         if not isinstance(inputs, Mapping):
             raise ConfigError(
-                f"{type(self).__name__} generates its batches, which sequence parallelism does not support: the ranks "
-                "of a group would generate different texts",
-                hint="leave sp_size out of parallelism_config and of the launcher's settings",
+                f"{type(self).__name__} generates its batches, which sequence and context parallelism do not support: "
+                "the ranks of a group would generate different texts",
+                hint="leave sp_size and cp_size out of parallelism_config and of the launcher's settings",
             )
         is_whole = self._needs_whole_sequences or inputs.get("labels") is None
-        return contextlib.nullcontext, inputs if is_whole else self.accelerator._cut_batch(inputs)
+        if axes.sp_size > 1:
+            return contextlib.nullcontext, inputs if is_whole else self.accelerator._cut_batch(inputs)
+        if not is_whole:
+            return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
+        lengths = [value.shape[1] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
+        parts = 2 * axes.cp_size
+        positions = torch.arange(-(-max(lengths) // parts) * parts, device=self.accelerator.device)
+        return functools.partial(self.accelerator.maybe_context_parallel, [positions], [0], {positions}), inputs
 
     @property
     def _needs_whole_sequences(self: Any) -> bool:
@@ -222,7 +236,7 @@ class ShardedTraining:
     def get_tp_size(self: Any) -> int:
         """Return the number of ranks that compute the same loss."""
         tiles = getattr(self.model, "_tp_size", None) or 1
-        is_shared = self.accelerator._config.parallelism.sp_size > 1 and self._needs_whole_sequences
+        is_shared = self.accelerator._ranks_per_sequence > 1 and self._needs_whole_sequences
         return int(tiles * (self.accelerator._ranks_per_sequence if is_shared else 1))
 
     def get_cp_size(self: Any) -> int:
