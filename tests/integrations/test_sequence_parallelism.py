@@ -236,6 +236,7 @@ def by_trl(place: str, output: str, name: str, lora: bool, settings: dict[str, A
         ("SFT", False, {"loss_type": "dft", "gradient_accumulation_steps": 2}),
         ("DPO", False, {"gradient_accumulation_steps": 2}),
         ("DPO", True, {}),
+        ("DPO", False, {"precompute_ref_log_probs": True, "eval_strategy": "no", "_eval_rows": 0}),
         ("OnlineDPO", False, {"eval_strategy": "no"}),
         *((name, False, {}) for name in ("KTO", "Reward", "CPO", "ORPO", "TPO", "GKD", "GOLD")),
     ],
