@@ -181,7 +181,7 @@ class _ListOfEachRank(UserList[Any]):
 
 @functools.cache
 def _patch_by_rank() -> None:
-    """Have every rank patch torch's attention for itself, and keep its own positions, for good in this process."""
+    """Have every rank patch torch's attention for itself, and keep its own blocks, for good in this process."""
     by_rank: Any = _OfEachRank(functional)
 
     def attention(*args: Any, **kwargs: Any) -> Any:
@@ -189,5 +189,5 @@ def _patch_by_rank() -> None:
 
     functional.scaled_dot_product_attention = attention
     ours.F = torchs.F = by_rank
-    vars(ours)["_POSITIONS"] = _ListOfEachRank()
+    vars(ours)["_BLOCKS"] = _ListOfEachRank()
     torch.backends.cuda.enable_flash_sdp(False)  # also that of CPUs, which is another kernel than the device's

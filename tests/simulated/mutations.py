@@ -302,14 +302,13 @@ MUTATIONS = (
                 "dist.all_gather(list(of_all), own.contiguous(), group=self.group)",
                 "sequence parallel",
             ),
-            ("keys and values are", CONTEXT, "dist.all_gather(parts, part, group=group)", "context parallel"),
-            ("their gradients are", CONTEXT, "dist.all_reduce(gradient, group=ctx.group)", "context parallel"),
             (
-                "positions of all parts are",
+                "positions, keys and values are",
                 CONTEXT,
-                "dist.all_gather(parts, positions, group=mesh.get_group())",
+                "dist.all_gather(parts, part, group=group)",
                 "context parallel",
             ),
+            ("their gradients are", CONTEXT, "dist.all_reduce(gradient, group=ctx.group)", "context parallel"),
         )
     ),
     *(
