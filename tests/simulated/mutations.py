@@ -293,7 +293,7 @@ MUTATIONS = (
             (
                 "heads that are exchanged for parts of sequences are",
                 SEQUENCES,
-                "dist.all_to_all_single(received, rows, group=group)",
+                "dist.all_to_all_single(received, rows.contiguous(), arriving, leaving, group=group)",
                 "sequence parallel",
             ),
             (
