@@ -300,6 +300,17 @@ def test_recomputing_a_model_that_is_one_unit_is_refused() -> None:
         Accelerator(fsdp_plugin=plugin).prepare(model_and_optimizer()[0])
 
 
+def test_settings_that_come_too_late_for_a_sharded_model_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    fullshard.fully_shard(model)
+    accelerator = Accelerator(cpu=True, fsdp_plugin={"activation_checkpointing": True})
+    with pytest.raises(ConfigError, match="sharding.activation_checkpointing cannot be applied to a FSDPSequential"):
+        accelerator.prepare(model)
+    plugin = {"activation_checkpointing": True, "wrap_classes": ["Linear"]}
+    own = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    assert accelerator.prepare(own) is own
+
+
 def test_sizes_of_pickles_are_those_of_other_files(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(64, 64))

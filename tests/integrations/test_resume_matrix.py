@@ -43,14 +43,21 @@ OF_FAMILY = {
 STEPS = 2
 
 
-def prepared(path: str, sizes: Sizes) -> tuple[Accelerator, Any, Any]:
+def prepared(path: str, sizes: Sizes, how: str = "") -> tuple[Accelerator, Any, Any]:
     """Return an Accelerator with a model and an optimizer on the mesh of Accelerate's or Transformers' sizes."""
     is_loaded_sharded = "fsdp_size" in sizes
-    named = {name.replace("fsdp", "dp_shard"): size for name, size in sizes.items() if name != "ep_size"}
+    named = {name: size for name, size in sizes.items() if name not in ("fsdp_size", "ep_size")}
+    if is_loaded_sharded:
+        named["dp_shard_size"] = sizes["fsdp_size"] // (sizes.get("cp_size", 1) * sizes.get("sp_size", 1))
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**named) if sizes else None)
     model = load(path, sizes if is_loaded_sharded else None)
     if sizes.get("tp_size", 1) > 1 and not is_loaded_sharded:
         split_layers(model, accelerator.torch_device_mesh["tp"])  # type: ignore[index]
+    if how == "recomputed":
+        model.train().gradient_checkpointing_enable()
+    if how == "compiled":
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
     return accelerator, *accelerator.prepare(model, adam(model))
 
 
@@ -82,6 +89,25 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, sizes: Sizes, st
 
 def train_alone(path: str) -> list[float]:
     return train(*prepared(path, {}), {}, range(STEPS + 1))
+
+
+SPLIT: dict[str, Sizes] = {"cp": {"cp_size": 2}, "sp": {"sp_size": 2, "sp_backend": "fullshard"}}
+
+
+def check_combined(path: str, sizes: Sizes, how: str) -> list[float]:
+    accelerator, model, optimizer = prepared(path, sizes, how)
+    return train(accelerator, model, optimizer, sizes, range(STEPS + 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("how", ["recomputed", "compiled", "cp", "sp"])
+def test_expert_parallelism_with_another_technique(how: str, ranks: int, tmp_path: Path) -> None:
+    path = saved("qwen3_moe", tmp_path)
+    expected = run_ranks(train_alone, 1, path)[0]
+    end_workers()
+    found = run_ranks(check_combined, ranks, path, {**EP[ranks], **SPLIT.get(how, {})}, how)[0]
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
 
 
 def check_saved(path: str, sizes: Sizes, directory: str) -> list[float]:

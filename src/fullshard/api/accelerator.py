@@ -43,7 +43,7 @@ from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.refused import ARGUMENTS, METHODS
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
-from fullshard.api.sharding import is_sharded, remove_autocast, shard
+from fullshard.api.sharding import is_sharded, refuse_late, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.lease import let_go
@@ -292,17 +292,14 @@ class Accelerator(Loaders, Reporting):
                 "the model is spread across several devices (device_map)",
                 hint="load it without device_map",
             )
-        if not is_sharded(model):
+        is_new, was_sharded = not any(model is known for known in self._models), is_sharded(model)
+        if not was_sharded:
             self._take_changes()
-            if self._config.parallelism.cp_size > 1:
-                mesh = cast("Any", self.torch_device_mesh)["cp"]
-                prepare(model, self.state.parallelism_config.cp_handler.cp_comm_strategy, mesh)
-            if self._config.parallelism.sp_size > 1:
-                config, mesh = self.state.parallelism_config, cast("Any", self.torch_device_mesh)
-                handler, by_deepspeed = config.sp_handler, config.sp_backend == "deepspeed"
-                implementation = handler.sp_attn_implementation
-                group = mesh["sp"].get_group()
-                split_sequences(model, group, implementation=implementation, by_deepspeed=by_deepspeed)
+        if is_new:
+            self._divide_sequences(model)
+        if was_sharded and is_new:
+            refuse_late(model, self._config.sharding)
+        if not was_sharded:
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
             plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
             options = {"plugin": plugin, "autocast": self.autocast_handler, "device_mesh": device_mesh}
@@ -317,6 +314,20 @@ class Accelerator(Loaders, Reporting):
             self._remember(model, self._models)
         self._tell_listeners()
         return model
+
+    def _divide_sequences(self, model: nn.Module) -> None:
+        """Make a model compute on this rank's part of each sequence, if the configuration divides them."""
+        axes, config, mesh = (
+            self._config.parallelism,
+            self.state.parallelism_config,
+            cast("Any", self.torch_device_mesh),
+        )
+        if axes.cp_size > 1:
+            prepare(model, config.cp_handler.cp_comm_strategy, mesh["cp"])
+        if axes.sp_size > 1:
+            implementation, by_deepspeed = config.sp_handler.sp_attn_implementation, config.sp_backend == "deepspeed"
+            group = mesh["sp"].get_group()
+            split_sequences(model, group, implementation=implementation, by_deepspeed=by_deepspeed)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Re-point an optimizer to the sharded parameters, and make it step only when an accumulation is complete.
