@@ -304,7 +304,7 @@ def test_settings_that_come_too_late_for_a_sharded_model_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     fullshard.fully_shard(model)
     accelerator = Accelerator(cpu=True, fsdp_plugin={"activation_checkpointing": True})
-    with pytest.raises(ConfigError, match="sharding.activation_checkpointing cannot be applied to a FSDPSequential"):
+    with pytest.raises(ConfigError, match=r"sharding\.activation_checkpointing cannot be applied to a FSDPSequential"):
         accelerator.prepare(model)
     plugin = {"activation_checkpointing": True, "wrap_classes": ["Linear"]}
     own = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
