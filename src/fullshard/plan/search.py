@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import heapq
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fullshard.core.errors import ConfigError
@@ -76,7 +78,13 @@ def search(
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # a fused optimizer costs nothing
-    return _Search(model, job, cluster, frozenset(fixed), margin).plans()
+    collects = gc.isenabled()
+    gc.disable()  # a search makes no cycles, and the collector would take a fifth of its time
+    try:
+        return _Search(model, job, cluster, frozenset(fixed), margin).plans()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _fastest_first(plan: Plan) -> tuple[float, int]:
@@ -84,15 +92,30 @@ def _fastest_first(plan: Plan) -> tuple[float, int]:
     return -plan.time.tokens_per_second, plan.memory.needed
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A way to run a job, with an upper bound on its speed and a lower bound on its memory. Sorts by speed."""
+    """A way to run a job, with its plans for models of few layers and their shares in the estimates. Sorts by speed."""
 
-    key: float
     number: int
-    needed: float = field(compare=False)
-    way: Mapping[str, Any] = field(compare=False)
-    saving: frozenset[str] = field(compare=False)
+    plans: Sequence[tuple[float, Plan]]
+    way: Mapping[str, Any]
+    saving: frozenset[str]
+
+    @functools.cached_property
+    def key(self) -> float:
+        """The negative upper bound of the speed."""
+        return -self.plans[0][1].time.tokens / sum(share * plan.time.total for share, plan in self.plans)
+
+    @functools.cached_property
+    def needed(self) -> float:
+        """The lower bound of the memory."""
+        peaks = (
+            sum(share * p.memory.peak_of(phase) for share, p in self.plans) for phase in self.plans[0][1].memory.phases
+        )
+        return max(sum(share * plan.memory.needed for share, plan in self.plans), *peaks)
+
+    def __lt__(self, other: _Candidate) -> bool:
+        return (self.key, self.number) < (other.key, other.number)
 
 
 class _Search:
@@ -217,11 +240,7 @@ class _Search:
             plans = [(share, evaluate(model, job, self._cluster)) for share, model in self._models]
         except ConfigError:
             return None
-        phases = plans[0][1].memory.phases
-        peaks = (sum(share * plan.memory.peak_of(phase) for share, plan in plans) for phase in phases)
-        needed = max(sum(share * plan.memory.needed for share, plan in plans), *peaks)
-        speed = plans[0][1].time.tokens / sum(share * plan.time.total for share, plan in plans)
-        return _Candidate(-speed, next(self._numbers), needed, way, saving)
+        return _Candidate(next(self._numbers), plans, way, saving)
 
     def _smaller(self, waiting: Sequence[_Candidate], needed: float) -> Iterator[Plan]:
         """Yield plans that need less memory than those found so far, starting with the fastest."""
