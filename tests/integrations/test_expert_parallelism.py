@@ -37,7 +37,7 @@ from tests.trl_runs import VOCABULARY, write_model
 
 preload("fullshard.integrations.transformers.at_load", "transformers.distributed.expert_parallel")
 
-SFT_SCRIPT = SCRIPT.with_name("sft_distributed_config.py")
+TRL_SCRIPT = SCRIPT.with_name("trl_distributed_config.py")
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -329,8 +329,8 @@ def test_a_trainer_script_runs_unchanged(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["full", "lora"])
-def test_an_sft_script_runs_unchanged(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["full", "lora", "dpo"])
+def test_a_trl_script_runs_unchanged(how: str, tmp_path: Path) -> None:
     write_model(tmp_path)
     path, output = tmp_path / "model", tmp_path / "alone"
     torch.manual_seed(0)
@@ -338,10 +338,10 @@ def test_an_sft_script_runs_unchanged(how: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     output.mkdir()
     arguments = [str(path), str(output), "{}", "3", how]
-    subprocess.run([sys.executable, str(SFT_SCRIPT), *arguments], check=True, timeout=200)
+    subprocess.run([sys.executable, str(TRL_SCRIPT), *arguments], check=True, timeout=200)
     expected = json.loads((output / "history.json").read_text())["history"]
     for ranks, sizes in EP.items():
-        history = run(path, tmp_path / f"{ranks}", ranks, sizes, 3, how, script=SFT_SCRIPT)
+        history = run(path, tmp_path / f"{ranks}", ranks, sizes, 3, how, script=TRL_SCRIPT)
         for got, step in zip(history, expected, strict=True):
             assert got == pytest.approx(step, rel=TOLERANCE)
         file = "adapter_model.safetensors" if how == "lora" else "model.safetensors"
