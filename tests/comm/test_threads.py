@@ -148,17 +148,16 @@ def start(kind, rank):
     if rank:
         raise SystemExit(3)
 
-for kind in sys.argv[1:]:
-    ranks = []
-    for rank in range(2):
-        if not (pid := os.fork()):
-            break
-        ranks.append(pid)
-    else:
-        print(kind, *[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks], flush=True)
-        continue
-    start(kind, rank)
-    break
+ranks = {}
+for place in [(kind, rank) for kind in sys.argv[1:] for rank in range(2)]:
+    if not (pid := os.fork()):
+        start(*place)
+        break
+    ranks[place] = pid
+else:
+    for kind in sys.argv[1:]:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(ranks[kind, rank], 0)[1]) for rank in range(2)]
+        print(kind, *codes, flush=True)
 """
 
 

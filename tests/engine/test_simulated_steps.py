@@ -115,7 +115,8 @@ def _torchs(offloads: bool) -> dict[str, list[list[torch.Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("offloads", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("offloads", [False, True])
 def test_torchs_own_engine_is_clean(offloads: bool) -> None:
     """What the device shows of the engine is not of the device's making."""
     orders = list(on_device(_torchs, offloads).values())

@@ -288,8 +288,8 @@ def held_by_checkpoints(config: Any, dtype: torch.dtype, attention: str) -> int:
 @pytest.mark.parametrize(
     ("kind", "precision", "changes"),
     [
-        ("qwen2", "no", {"num_key_value_heads": 4}),
-        ("mistral", "bf16", {"num_key_value_heads": 4, "intermediate_size": 512}),
+        pytest.param("qwen2", "no", {"num_key_value_heads": 4}, marks=pytest.mark.full),
+        pytest.param("mistral", "bf16", {"num_key_value_heads": 4, "intermediate_size": 512}, marks=pytest.mark.full),
         ("llama", "bf16", {}),
     ],
 )

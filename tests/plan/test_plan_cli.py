@@ -86,7 +86,9 @@ def test_it_takes_about_a_second_and_no_torch(tmp_path: Path, devices: str, most
             found.append(float(spent))
         assert loaded == "False"
         assert "MFU" in done.stdout
-    assert min(seconds[code]) < most * max(1.0, 5 * min(seconds[base]))
+        if is_fast := min(seconds[code]) < most * max(1.0, 5 * min(seconds[base])):
+            break
+    assert is_fast, seconds
 
 
 def test_json_has_everything(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_no_pickle_on_a_load_path() -> None:
                 assert safe, f"{path}:{node.lineno} loads without weights_only=True"
 
 
+@pytest.mark.full
 def test_imports_go_down_only() -> None:
     """The contracts in pyproject.toml, as `make lint` runs them."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]

@@ -14,6 +14,7 @@ from tests import budgets
 from tests.budgets import Source, measures, over
 
 
+@pytest.mark.full  # `make lint` measures them each time
 def test_budgets_are_kept() -> None:
     assert over(measures(Source()), tomllib.loads(budgets.BUDGETS.read_text())) == []
 

@@ -42,7 +42,7 @@ WIDTH, LAYERS, STEPS = 8, 4, 8
 def soon(run: Callable[..., Any]) -> Callable[..., Any]:
     """Have ranks say soon that they wait. The time-out stays two minutes, and steps of earlier tests do not count."""
     fresh = mock.patch.multiple(WATCHDOG, slowest=0.0, _step_began=0.0)
-    return fresh(mock.patch.object(watchdog, "_STALL_SECONDS", 2.0)(run))
+    return fresh(mock.patch.object(watchdog, "_STALL_SECONDS", 1.0)(run))
 
 
 def leave_together(directory: str) -> None:
@@ -326,7 +326,7 @@ def test_a_rank_is_named_as_the_job_numbers_it(kind: str) -> None:
 def give_up_first() -> tuple[float, str]:
     """Rank 2 looks for the cause of the wait earlier than rank 1, and leaves its process group when it is told."""
     start = time.monotonic()
-    with mock.patch.object(watchdog, "stall_seconds", lambda _: 10.0 if rank_and_size()[0] == 1 else 2.0):
+    with mock.patch.object(watchdog, "stall_seconds", lambda _: 6.0 if rank_and_size()[0] == 1 else 1.0):
         told, _ = lose_step_in_a_part("order")
     return time.monotonic() - start, told
 
