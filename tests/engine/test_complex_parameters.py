@@ -85,8 +85,15 @@ def check_training(directory: str, strategy: str) -> None:
         assert all(torch.equal(tensors[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize("collectives", ["", "gloo"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "collectives"),
+    [
+        ("FULL_SHARD", ""),
+        ("NO_SHARD", "gloo"),
+        pytest.param("FULL_SHARD", "gloo", marks=pytest.mark.full),
+        pytest.param("NO_SHARD", "", marks=pytest.mark.full),
+    ],
+)
 def test_like_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, collectives: str) -> None:
     monkeypatch.setenv("FULLSHARD_COMM", collectives)
     run_ranks(check_training, 2, str(tmp_path), strategy)

@@ -289,7 +289,7 @@ def check_two_models(strategy: str, has_units: bool) -> None:
         assert len(kept) == 1 - dist.get_rank()
 
 
-@pytest.mark.parametrize("comm", ["auto", "gloo"])
+@pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
 @pytest.mark.parametrize("has_units", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_two_models_in_one_backward(strategy: str, has_units: bool, comm: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_a_checkpoint_that_train_has_not_written_is_refused(run: Run, tmp_path: 
         run()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.full)])
 def test_settings_that_may_change_count_from_a_resume_on(run: Run, tmp_path: Path, optimizer: str) -> None:
     """The weight decay too, which checkpoints hold for each parameter group."""
     run(weight_decay=0, optimizer=optimizer)

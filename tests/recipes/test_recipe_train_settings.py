@@ -132,10 +132,10 @@ SELECTIVE = {"activation_checkpointing": True, "activation_checkpointing_mode": 
     ("changes", "said", "runs"),
     [
         ({}, "(FULL_SHARD, 1 x 2)", 1),
-        ({"strategy": "SHARD_GRAD_OP"}, "(SHARD_GRAD_OP, 1 x 2)", 1),
-        ({"strategy": "NO_SHARD"}, "(NO_SHARD, 2 x 1)", 1),
+        pytest.param({"strategy": "SHARD_GRAD_OP"}, "(SHARD_GRAD_OP, 1 x 2)", 1, marks=pytest.mark.full),
+        pytest.param({"strategy": "NO_SHARD"}, "(NO_SHARD, 2 x 1)", 1, marks=pytest.mark.full),
         ({"strategy": "HYBRID_SHARD", "shard_size": 1}, "(NO_SHARD, 2 x 1)", 1),
-        ({"micro_batch_size": 1}, "", 3),
+        pytest.param({"micro_batch_size": 1}, "", 3, marks=pytest.mark.full),
         ({"micro_batch_size": 2, **SELECTIVE}, "", 4),
         pytest.param({"micro_batch_size": 2, "activation_checkpointing": True}, "", 4, marks=pytest.mark.full),
         (

@@ -217,7 +217,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("name", "form"), [pytest.param(*case, marks=() if case == CASES[0] else pytest.mark.full) for case in CASES]
 )
