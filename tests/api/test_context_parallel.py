@@ -326,7 +326,7 @@ def test_inputs_that_would_give_a_wrong_result_are_refused(
     given: dict[str, list[int]], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     positions = torch.tensor([0, 1, 6, 7])
-    block = context_parallel._Block(dist.group.WORLD, positions, torch.arange(8), is_for_model=False)  # type: ignore[arg-type]
+    block = context_parallel._Divided(dist.group.WORLD, positions, torch.arange(8), is_for_model=False)  # type: ignore[arg-type]
     monkeypatch.setattr(context_parallel, "_BLOCKS", [block])
     inputs, model = {name: torch.tensor([value]) for name, value in given.items()}, build()
 

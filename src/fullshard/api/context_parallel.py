@@ -32,7 +32,7 @@ _PREPARED = "_fullshard_context_parallel"
 
 
 @dataclass
-class _Block:
+class _Divided:
     """A running block of `divided`."""
 
     group: dist.ProcessGroup
@@ -52,7 +52,7 @@ class _Block:
         return self.positions[:, None] >= self.of_all
 
 
-_BLOCKS: list[_Block] = []
+_BLOCKS: list[_Divided] = []
 
 
 def _check(is_right: bool, what: str, hint: str, kind: type[ConfigError | DataError] = DataError) -> None:
@@ -129,7 +129,7 @@ def divided(
     cuts = context_parallel(mesh, buffers=every, buffer_seq_dims=[*dims, 0], no_restore_buffers=kept)
     with cuts, contextlib.ExitStack() as stack:
         group, is_for_model = mesh.get_group(), all(buffer.dim() == 1 for buffer in buffers)
-        _BLOCKS.append(_Block(group, positions, _gathered(positions, group, 0), is_for_model))
+        _BLOCKS.append(_Divided(group, positions, _gathered(positions, group, 0), is_for_model))
         stack.callback(_BLOCKS.pop)
         if positions.device.type not in _RINGS:
             stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
@@ -270,7 +270,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return (), inputs
 
 
-def _cut(block: _Block, inputs: dict[str, Any], rows: int, length: int) -> dict[str, Any]:
+def _cut(block: _Divided, inputs: dict[str, Any], rows: int, length: int) -> dict[str, Any]:
     """Return this rank's part of whole sequences, which are padded on the right. Attention does not see the padding."""
     block.rows, block.length = rows, length
     for name, value in inputs.items():
