@@ -311,6 +311,16 @@ def test_settings_that_come_too_late_for_a_sharded_model_are_refused() -> None:
     assert accelerator.prepare(own) is own
 
 
+def test_a_model_that_is_already_sharded_runs_under_autocast_too() -> None:
+    model, _ = model_and_optimizer()
+    other = copy.deepcopy(model)
+    fullshard.fully_shard(other)
+    accelerator, batch = Accelerator(cpu=True, mixed_precision="bf16"), torch.randn(3, 4)
+    expected, found = accelerator.prepare(model)(batch), accelerator.prepare(other)(batch)
+    assert torch.equal(found, expected) and not torch.equal(found, model_and_optimizer()[0](batch))
+    assert torch.equal(accelerator.prepare(other)(batch), expected)
+
+
 def test_sizes_of_pickles_are_those_of_other_files(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(64, 64))

@@ -329,6 +329,19 @@ def test_a_trainer_script_runs_unchanged(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}], ids=str)
+def test_a_trainer_script_divides_sequences(sizes: dict[str, int], tmp_path: Path) -> None:
+    path, output = saved("qwen3_moe", tmp_path), tmp_path / "alone"
+    output.mkdir()
+    subprocess.run([sys.executable, str(SCRIPT), path, str(output), "{}", "2", "anew"], check=True, timeout=200)
+    expected = json.loads((output / "history.json").read_text())["history"]
+    for ranks, with_experts in EP.items():
+        history = run(Path(path), tmp_path / f"{ranks}", ranks, {**with_experts, **sizes}, 2)
+        for got, step in zip(history, expected, strict=True):
+            assert got == pytest.approx(step, rel=TOLERANCE)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["full", "lora", "dpo"])
 def test_a_trl_script_runs_unchanged(how: str, tmp_path: Path) -> None:
     write_model(tmp_path)

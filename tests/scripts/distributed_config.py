@@ -6,10 +6,12 @@ MODEL OUTPUT SIZES(JSON) STEPS RESUME
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import torch
+from accelerate import ParallelismConfig
 from transformers import AutoModelForCausalLM, DistributedConfig, Trainer, TrainingArguments
 
 
@@ -26,13 +28,15 @@ class Tokens(torch.utils.data.Dataset):
 
 def main(path: str, output: str, sizes: str, steps: str, resume: str) -> None:
     sizes = json.loads(sizes)
-    ways = sizes.get("dp_replicate_size", 1) * sizes.get("fsdp_size", 1)
+    divided = {name: sizes.pop(name) for name in ("cp_size", "sp_size") if name in sizes}
+    ways = sizes.get("dp_replicate_size", 1) * sizes.get("fsdp_size", 1) // math.prod(divided.values())
+    config = ParallelismConfig(dp_shard_size=ways, **divided) if divided else None
     options = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     arguments = TrainingArguments(
         output_dir=output, use_cpu=True, max_steps=int(steps), per_device_train_batch_size=8 // ways, seed=5,
         learning_rate=1e-2, lr_scheduler_type="constant", logging_steps=1, save_steps=2, disable_tqdm=True,
-        report_to=[],
+        report_to=[], parallelism_config=config,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens())
     trainer.train(resume_from_checkpoint=resume == "resume")

@@ -43,7 +43,7 @@ from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.refused import ARGUMENTS, METHODS
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
-from fullshard.api.sharding import is_sharded, refuse_late, remove_autocast, shard
+from fullshard.api.sharding import adopt, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.lease import let_go
@@ -292,13 +292,11 @@ class Accelerator(Loaders, Reporting):
                 "the model is spread across several devices (device_map)",
                 hint="load it without device_map",
             )
-        is_new, was_sharded = not any(model is known for known in self._models), is_sharded(model)
+        was_sharded = is_sharded(model)
         if not was_sharded:
             self._take_changes()
-        if is_new:
+        if not any(model is known for known in self._models):
             self._divide_sequences(model)
-        if was_sharded and is_new:
-            refuse_late(model, self._config.sharding)
         if not was_sharded:
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
             plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
@@ -311,6 +309,7 @@ class Accelerator(Loaders, Reporting):
                 repoint(optimizer.optimizer)
                 self._step_in_backward(optimizer.optimizer)
         if is_sharded(model):
+            adopt(model, self._config, self.autocast_handler, self.device)
             self._remember(model, self._models)
         self._tell_listeners()
         return model

@@ -52,7 +52,7 @@ from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.wrap.policies import WrapPolicy
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_OUTER, _SHARDED_HERE = "_fullshard_outer_forward", "_fullshard_sharded_here"
+_OUTER, _HAS_SETTINGS = "_fullshard_outer_forward", "_fullshard_has_settings"
 
 
 def shard(
@@ -122,20 +122,22 @@ def shard(
     if config.keeps_what_fits:
         ranks = process.environment.local_world_size
         keep_unsharded(model, budget_nbytes=config.unsharded_memory_nbytes, ranks_on_host=ranks, say=say)
-    model.__dict__[_SHARDED_HERE] = True
+    model.__dict__[_HAS_SETTINGS] = True
     return model
 
 
-def refuse_late(model: nn.Module, config: ShardingConfig) -> None:
-    """Refuse settings that change a model before it is sharded, if `shard` has not sharded this model."""
-    given = [
-        f"sharding.{name}" for name in ("activation_checkpointing", "compile", "quantize") if getattr(config, name)
-    ]
-    if given and _SHARDED_HERE not in model.__dict__:
+def adopt(model: nn.Module, settings: RunConfig, autocast: AutocastKwargs, device: torch.device) -> None:
+    """Run the forward of a model that others have sharded under autocast. Refuse settings that come too late for it."""
+    if _HAS_SETTINGS in model.__dict__:
+        return
+    names = ("activation_checkpointing", "compile", "quantize")
+    if given := [f"sharding.{name}" for name in names if getattr(settings.sharding, name)]:
         raise ConfigError(
             f"{', '.join(given)} cannot be applied to a {type(model).__name__} that is already sharded",
             hint="remove it; use model.gradient_checkpointing_enable(), layer.compile() or from_pretrained(quantize=)",
         )
+    _change_dtypes(model, settings.precision, autocast, device)
+    model.__dict__[_HAS_SETTINGS] = True
 
 
 def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
