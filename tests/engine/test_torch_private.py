@@ -913,7 +913,7 @@ def tensors_made_to_learn_a_shape() -> None:
         weight = distribute_tensor(torch.ones(37, 41), mesh, [Shard(0)])  # no shape that torch has learnt before
         (weight @ distribute_tensor(torch.ones(41, 43), mesh, [Replicate()])).sum()
 
-    dist.init_process_group("fake", store=torch_private.store_of_nobody(), rank=0, world_size=1)
+    dist.init_process_group("fake", rank=0, world_size=1)
     try:
         assert calls_of(rebuild, shard) > 0
     finally:
@@ -935,18 +935,62 @@ def attention_in_one_kernel() -> None:
     assert torch_private.attend(*shapes).shape == expected.shape
 
 
-@check("store_of_nobody")
-def one_rank_of_many() -> None:
-    dist.init_process_group("fake", store=torch_private.store_of_nobody(), rank=5, world_size=4096)
-    try:
-        assert (dist.get_rank(), dist.get_world_size()) == (5, 4096)
-    finally:
-        dist.destroy_process_group()
-
-
 @check("set_rotate_method")
 def the_rotation_of_context_parallelism() -> None:
     for name in ("alltoall", "allgather"):  # the last one is the default
         torch_private.set_rotate_method(name)
     with pytest.raises(NotImplementedError):
         torch_private.set_rotate_method("other")
+
+
+# -- a job whose other ranks are not there ----------------------------------------------------------------------
+
+
+@check("groups_made", "call_backend")
+def who_makes_groups() -> None:
+    place = torch_private.groups_made
+    found: list[Any] = []
+
+    def made(*given: Any, **named: Any) -> Any:
+        found.append(given[:4])
+        return place.torchs(*given, **named)
+
+    setattr(place.owner, place.name, made)
+    try:
+        dist.init_process_group("fake", rank=0, world_size=2)
+        part = dist.new_group([0])
+        assert [given[:3] for given in found] == [(2, 0, []), (1, 0, [0])]
+        torch_private.call_backend(part, "gloo")
+        assert dist.get_backend(part) == "gloo"
+    finally:
+        setattr(place.owner, place.name, place.torchs)
+        dist.destroy_process_group()
+
+
+@check("parts_checked")
+def which_parts_overlap() -> None:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    assert torch_private.parts_checked.torchs([], Metadata({})) in (True, [])
+
+
+@check("reduction_of")
+def kinds_of_reductions() -> None:
+    options = dist.AllreduceOptions()
+    assert torch_private.reduction_of(options.reduceOp) == (dist.ReduceOp.SUM, None)
+    options.reduceOp = dist._make_nccl_premul_sum(0.5)
+    assert torch_private.reduction_of(options.reduceOp) == (dist.ReduceOp.PREMUL_SUM, 0.5)
+
+
+@check("note_device_time", "wait_on_device")
+def kernels_that_wait() -> None:
+    signature = inspect.signature(torch.cuda._compile_kernel)
+    signature.bind("source", "name")
+    if torch.cuda.is_available():
+        place, ends = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.cuda.Event(enable_timing=True)
+        begins = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        torch_private.note_device_time(place)
+        torch_private.wait_on_device(place, 0.05)
+        ends.record()
+        ends.synchronize()
+        assert 50 <= begins.elapsed_time(ends) < 60

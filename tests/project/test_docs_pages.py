@@ -97,8 +97,9 @@ def known_flags(words: list[str]) -> set[str]:
 def test_commands_have_the_flags_that_are_shown(page: Path) -> None:
     for _, *words in commands(page):
         if words and words[0] in COMMANDS:
-            target = next((i for i, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m"), None)
-            own = words[: target + 1] if words[0] == "launch" and target is not None else words
+            ends = ("-m", "--")
+            target = next((i for i, word in enumerate(words) if word.endswith((".py", ".sh")) or word in ends), None)
+            own = words[:target] if words[0] in ("launch", "rehearse") and target is not None else words
             shown = {w.partition("=")[0] for w in own if w.startswith("--")}
             found = {"--" + word[2:].replace("-", "_") for word in shown}
             assert found <= {*known_flags(words), "--help"}, (words, found - known_flags(words))

@@ -177,7 +177,7 @@ def test_every_flag_on_a_pages_command_line_is_that_commands() -> None:
             command = words[1]
             known = _flags_of(command)
             for word in words[2:]:
-                if command == "launch" and (word.endswith(".py") or word in ("-m", "SCRIPT")):
+                if command in ("launch", "rehearse") and (word.endswith(".py") or word in ("-m", "SCRIPT")):
                     break  # what follows is the script's own
                 if word.startswith("--") and len(word) > 2:
                     count += 1

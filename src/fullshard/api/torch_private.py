@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed import _functional_collectives
+from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.tensor import _op_schema, experimental
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch, _pytree
@@ -115,9 +117,44 @@ def attend(
     return mixed
 
 
-def store_of_nobody() -> dist.Store:
-    """Return a store with which one process can initialize a process group of any size. Since torch 2.0."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+# -- a job whose other ranks are not there ----------------------------------------------------------------------
 
-    store: dist.Store = FakeStore()
-    return store
+groups_made = Replaced.of(distributed_c10d, "_new_process_group_helper")
+"""Creates every process group. A rehearsal replaces it, because no other place can give a script that asks for NCCL or
+Gloo another backend. Since torch 2.0."""
+
+parts_checked = Replaced.of(default_planner, "_validate_global_plan")
+"""Checks that the parts that ranks save do not overlap, which they do in a rehearsal. Returns whether they do not, or a
+list of problems since torch 2.13. Since torch 2.0."""
+
+reduction_of: Callable[[Any], tuple[Any, Any]] = methodcaller("__getstate__")
+"""The kind of a `dist.ReduceOp`, and the factor of a scaled sum or None. Since torch 2.0."""
+
+
+def call_backend(group: dist.ProcessGroup, asked: str) -> None:
+    """Make `dist.get_backend` return the backend that the script has asked for. Since torch 2.1."""
+    world = distributed_c10d._world
+    world.pg_map[group] = (dist.Backend(asked), world.pg_map[group][1])
+    world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(dist.Backend(asked)))
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    """Compile a kernel for the GPU's clock. Since torch 2.8."""
+    read = 'asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));'
+    source = (
+        f'extern "C" __global__ void note(long long *t, int _) {{ long long now; {read} *t = now; }}\n'
+        f'extern "C" __global__ void wait(long long *t, int us) '
+        f"{{ long long now; do {{ {read} }} while (now - *t < us * 1000ll); }}"
+    )
+    return functools.partial(torch.cuda._compile_kernel(source, name), (1, 1, 1), (1, 1, 1))
+
+
+def note_device_time(place: torch.Tensor) -> None:
+    """Let the current stream write the GPU's clock to `place`, in nanoseconds. Since torch 2.8."""
+    _kernel("note")([place, 0])
+
+
+def wait_on_device(place: torch.Tensor, seconds: float) -> None:
+    """Let the current stream wait until `seconds` after the time in `place`. Since torch 2.8."""
+    _kernel("wait")([place, max(1, round(seconds * 1e6))])

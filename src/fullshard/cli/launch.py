@@ -25,6 +25,7 @@ from fullshard.config.settings import words_of
 from fullshard.config.switches import TAKE
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
+from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
 from fullshard.launch.processes import usable_cpu_count
 from fullshard.launch.slurm import read_allocation
@@ -123,19 +124,13 @@ def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
 
 
 def _start(line: CommandLine, plan: LaunchPlan) -> int:
-    from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
     from fullshard.launch.local import LaunchJob, run_job
     from fullshard.launch.scratch import scratch_directory
 
     gc.freeze()
     gc.enable()
     with scratch_directory("fullshard-config-") as directory:
-        variables = hand_over(plan.handed_over(), directory / "config.json")
-        variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
-        for path, (variable, *_) in WATCHED.items():
-            value = plan.resolved.config.value(path)
-            if value is not None and value is not False:
-                variables[variable] = str(int(value))
+        variables = worker_variables(plan, directory)
         job = LaunchJob(
             plan.command,
             plan.per_host,
@@ -148,6 +143,17 @@ def _start(line: CommandLine, plan: LaunchPlan) -> int:
             line.option("redirects"),
         )
         return run_job(job)
+
+
+def worker_variables(plan: LaunchPlan, directory: Path) -> dict[str, str]:
+    """Return the variables that pass the settings to the processes, and write the file that they name."""
+    variables = hand_over(plan.handed_over(), directory / "config.json")
+    variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
+    for path, (variable, *_) in WATCHED.items():
+        value = plan.resolved.config.value(path)
+        if value is not None and value is not False:
+            variables[variable] = str(int(value))
+    return variables
 
 
 def help_text() -> str:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from fullshard.cli.options import RawCommand, TrainCommand, check_words
+from fullshard.cli.options import RawCommand, ScriptCommand, TrainCommand, check_words
 from fullshard.core.errors import FullshardError
 from fullshard.core.version import __version__
 
@@ -27,6 +27,7 @@ COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "merge": TyperCommand,
     "plan": TyperCommand,
     "simulate": TyperCommand,
+    "rehearse": ScriptCommand,
     "config": TyperGroup,
     "ckpt": TyperGroup,
     "report": TyperCommand,

@@ -75,6 +75,12 @@ class RawCommand(TyperCommand):
         return []
 
 
+class ScriptCommand(TyperCommand):
+    """A command whose own options end where the script or `--` begins."""
+
+    allow_interspersed_args = False
+
+
 class TrainCommand(TyperCommand):
     """The `fullshard train` command. If the user passes a removed option, it names the replacement."""
 

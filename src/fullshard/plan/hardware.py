@@ -290,6 +290,12 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
     return Cluster(device, count, hosts, shares_memory=COMM.read() != "gloo")
 
 
+def check_rank(rank: int, count: int) -> None:
+    """Refuse the number of a rank that a job of `count` ranks does not have."""
+    if not 0 <= rank < count:
+        raise ConfigError(f"rank {rank} does not exist in a job of {count} ranks", hint="ranks are numbered from 0")
+
+
 def write_calibration(device: Device, path: Path) -> None:
     """Write a device's measured speeds to a JSON file that `find_device` can read."""
     write_text(path, json.dumps(dataclasses.asdict(device), indent=2) + "\n")

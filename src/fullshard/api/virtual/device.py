@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from fullshard.api import torch_private
+from fullshard.api.rehearsal.group import named_groups
 from fullshard.api.virtual import costs
 from fullshard.api.virtual.clock import DEVICE, Clock, Stream, Task
 from fullshard.comm.device import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
-from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
-from fullshard.plan.traffic import carried, exchanged, passed_on
+from fullshard.plan.time import CONTENTION
 
 _GRAIN = 512
 """CUDA's allocator rounds sizes up to a multiple of this number of bytes."""
@@ -132,7 +132,6 @@ class VirtualDevice(torch_private.DispatchMode):
         self.curve: list[tuple[float, int]] = []
         self.phase = ""
         self.begin = _Begin()
-        self.groups: dict[str, Any] = {}
         self.sending: dict[int, Any] = {}
         self._known: dict[int, _Memory] = {}
         self._imagined = 0
@@ -187,26 +186,22 @@ class VirtualDevice(torch_private.DispatchMode):
         return made
 
     def _send(self, function: Any, given: Any, made: torch.Tensor) -> None:
-        """Simulate one of torch's functional collectives."""
-        group = self.groups[given[-1]] if isinstance(given[-1], str) else given[-1]
+        """Simulate one of torch's functional collectives. An all-to-all with one message is a step of a ring."""
+        group = named_groups[given[-1]] if isinstance(given[-1], str) else given[-1]
+        what = function.name().partition("::")[2]
+        is_ring = what == "all_to_all_single" and sum(map(bool, given[2])) == 1
         self._note(made, given)
-        key = torch_private.storage_id(made.untyped_storage())
-        self.sending[key] = group.send(function.name().partition("::")[2], given[0], made, *given[1:-1])
+        self.sending[torch_private.storage_id(made.untyped_storage())] = group.carry(
+            "ring" if is_ring else what.replace("_", "-"),
+            [given[0] if is_ring else max(made, given[0], key=torch.numel)],
+            times=1 + (what == "all_reduce"),
+        )
 
     def clock_task(self, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
         """Launch a task on the current stream."""
         task = self.clock.launch(self.current.queue, name, resource, work, latency)
         task.phase = self.phase
         return task
-
-    def collective(self, what: str, nbytes: int, ranks: int, *, stride: int, times: int) -> Task:
-        """Launch a collective that sends `nbytes` bytes `times` times: twice for an all-reduce, or else once."""
-        on_links = {"all-to-all": exchanged, "ring": passed_on}.get(what, carried)
-        sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
-        inside, across = self.cluster.device.link_seconds(*sent)
-        link = "link" if inside >= across else "link between hosts"
-        hops = 1 if what == "ring" else steps(ranks, times=times)
-        return self.clock_task(what, link, max(inside, across), hops * STEP_LATENCY)
 
     # -- memory -------------------------------------------------------------------------------------------------
 

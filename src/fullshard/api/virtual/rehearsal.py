@@ -26,7 +26,7 @@ from fullshard.core.files import write_text
 from fullshard.core.sizes import MIB
 from fullshard.features import meta_parameters
 from fullshard.plan.axes import check_groups
-from fullshard.plan.hardware import Cluster
+from fullshard.plan.hardware import Cluster, check_rank
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 
@@ -135,11 +135,7 @@ def time_step(
             "virtual time does not support CPUs",
             hint="use fullshard plan --calibrate, or select an accelerator",
         )
-    if not 0 <= rank < cluster.count:
-        raise ConfigError(
-            f"rank {rank} does not exist in a job of {cluster.count} ranks",
-            hint="ranks are numbered from 0",
-        )
+    check_rank(rank, cluster.count)
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)
     positions = "n_positions" if "n_positions" in values else "max_position_embeddings"
     values = {**values, positions: max(job.seq_len, values.get(positions, 0))}

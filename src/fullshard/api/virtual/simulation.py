@@ -34,7 +34,7 @@ from fullshard.features.summary import Sharding
 from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.axes import check_groups, sent_nbytes
-from fullshard.plan.hardware import DEVICES, Cluster
+from fullshard.plan.hardware import DEVICES, Cluster, check_rank
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.optimizers import OPTIMIZERS
@@ -112,11 +112,7 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
 
     `build` creates the model.
     """
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"rank {rank} does not exist in a job of {world_size} ranks",
-            hint="ranks are numbered from 0",
-        )
+    check_rank(rank, world_size)
     if job.method == "qlora":
         raise ConfigError(
             "the simulation does not support bitsandbytes layers",

@@ -1,0 +1,165 @@
+"""Lines on which messages take as long as on real links, with nothing sent: the host's time, or the GPU's.
+
+A communicator runs its messages one after the other. Those of several communicators do not slow each other down.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.api import torch_private
+from fullshard.api.rehearsal.group import Collective, CommunicatorLine, RehearsedGroup, Tensors
+from fullshard.plan.hardware import Cluster
+
+_WORK: Any = dist.Work
+
+
+class Links:
+    """The links of a cluster, and the lines on them. While `is_free`, messages take no time."""
+
+    def __init__(self, cluster: Cluster, *, is_free: bool = False) -> None:
+        self._cluster, self.is_free = cluster, is_free
+
+    def line(self, group: RehearsedGroup, kind: str) -> CommunicatorLine:
+        """Return the line of a group for tensors of one kind of device."""
+        return StreamLine(GpuStreams(self), group) if kind == "cuda" else HostLine(self)
+
+    def seconds(self, message: Collective) -> float:
+        """Return how long a message takes."""
+        if self.is_free or message.ranks == 1:
+            return 0.0
+        inside, across, latency = message.seconds(self._cluster)
+        return max(inside, across) + latency
+
+
+class _RunningWork(_WORK):  # type: ignore[misc]
+    """A message under way, and what must not be freed before somebody has waited for it."""
+
+    def __init__(self, *kept: Any) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the message, as `torch.distributed` says."""
+        self._wait()
+        self._kept = ([],)
+        return True
+
+    synchronize = wait
+
+
+class HostWork(_RunningWork):
+    """A message that ends at a time of `time.perf_counter`. The host waits for it."""
+
+    def __init__(self, end: float, *kept: Any) -> None:
+        super().__init__(*kept)
+        self._end = end
+
+    def _wait(self) -> None:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+
+    def is_completed(self) -> bool:
+        """Return whether the message has ended."""
+        return time.perf_counter() >= self._end
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future for those that chain work to the message, such as DDP."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        timer = threading.Timer(max(0.0, self._end - time.perf_counter()), future.set_result, self._kept)
+        timer.daemon = True
+        timer.start()
+        return future
+
+
+class HostLine:
+    """A line for tensors in host memory. The computation goes on while a message is under way."""
+
+    def __init__(self, links: Links) -> None:
+        self._links, self._free_at = links, 0.0
+
+    def __call__(self, message: Collective, whole: Tensors, fill: Callable[[], object], is_async: bool) -> HostWork:
+        """Start a collective."""
+        if message.what == "barrier" and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        self._free_at = max(time.perf_counter(), self._free_at) + self._links.seconds(message)
+        fill()
+        return HostWork(self._free_at, whole)
+
+
+class StreamWork(_RunningWork):
+    """A message on a stream. The stream that is current later waits for it."""
+
+    def __init__(self, streams: Any, event: Any, *kept: Any) -> None:
+        super().__init__(*kept)
+        self._streams, self._event = streams, event
+
+    def _wait(self) -> None:
+        self._streams.current().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Return whether the message has ended."""
+        return bool(self._event.query())
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future for those that chain work to the message, such as DDP."""
+        stream = self._streams.make("future")
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[stream.device])
+        stream.wait_event(self._event)
+        with stream:
+            future.set_result(self._kept[0])
+        return future
+
+
+class StreamLine:
+    """A line for tensors of a device. As with NCCL, its messages run on a stream of their own unless they are awaited.
+
+    The device itself waits until the time of a message is over. The host goes on.
+    """
+
+    def __init__(self, streams: Any, group: RehearsedGroup) -> None:
+        self._streams, self._group = streams, group
+        self._stream = self._last = None
+
+    def __call__(self, message: Collective, whole: Tensors, fill: Callable[[], object], is_async: bool) -> StreamWork:
+        """Start a collective."""
+        stream = current = self._streams.current()
+        if is_async:
+            stream = self._stream = self._stream or self._streams.make(self._group.title)
+            stream.wait_stream(current)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        with stream:
+            self._streams.occupy(message, fill)
+        self._last = stream.record_event()
+        return StreamWork(self._streams, self._last, *([whole, fill] if is_async else [[]]))
+
+
+class GpuStreams:
+    """The streams of a GPU, which waits on its own clock. A message takes the time of `fill` if that is longer."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def current(self) -> Any:
+        """Return the stream on which operations run."""
+        return torch.cuda.current_stream()
+
+    def make(self, title: str) -> Any:
+        """Return a new stream."""
+        return torch.cuda.Stream()
+
+    def occupy(self, message: Collective, fill: Callable[[], object]) -> None:
+        """Keep the current stream busy for as long as a message takes, and fill its results."""
+        seconds = self._links.seconds(message)
+        begun = torch.empty(1, dtype=torch.int64, device="cuda") if seconds else None
+        if begun is not None:
+            torch_private.note_device_time(begun)
+        fill()
+        if begun is not None:
+            torch_private.wait_on_device(begun, seconds)

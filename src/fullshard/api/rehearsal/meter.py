@@ -1,0 +1,142 @@
+"""Measurement of a script that knows nothing of it: time and memory of its steps, and the values that it asked for.
+
+A step ends with a step of the optimizer. Phases are told apart by calls of `backward` and of the optimizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fullshard.api.rehearsal.group import unknown
+from fullshard.api.rehearsal.lines import Links
+from fullshard.core.imports import Replaced, replace
+from fullshard.core.sizes import KIB
+from fullshard.plan.hardware import Device
+
+WARM_UP = 2
+"""The steps that are not timed. The first creates the optimizer's state, and the engine learns the order of units."""
+
+LOAD, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("load and first forward", "forward", "backward", "optimizer")
+
+
+class Meter:
+    """Measures the script that this process runs from now on.
+
+    Every second step after the warm-up runs with free links. What that saves is the exposed communication.
+    """
+
+    def __init__(self, links: Links, steps: int | None, device: Device) -> None:
+        self._links, self._last, self._device, self._always_free = links, steps, device, links.is_free
+        self._steps, self._tokens = Counter[int](), Counter[int]()  # by optimizer and by embedding
+        self._ends: list[tuple[Any, bool]] = []  # when each step ended, and whether its links were free
+        self._phase, self._depth = LOAD, 0
+        self._peaks = {phase: [0, 0] for phase in PHASES}  # allocated and reserved bytes
+        self._before = _resident("VmRSS")
+        _forget_peak()
+        register_optimizer_step_pre_hook(lambda *_: self._turn(OPTIMIZER))
+        register_optimizer_step_post_hook(self._end_step)
+        self._backward, self._embed = Replaced.of(torch.autograd, "backward"), Replaced.of(nn.Embedding, "forward")
+        # A plain function, because a bound method of this class would not become one of `nn.Embedding`.
+        replace({self._backward: self._run_backward, self._embed: lambda *given: self._run_embedding(*given)})
+
+    def _turn(self, phase: str) -> None:
+        """Begin a phase, and note the peak of the one that ends."""
+        self._peaks[self._phase] = [*map(max, self._peaks[self._phase], _peak(self._before))]
+        _forget_peak()
+        self._phase = phase
+
+    def _run_backward(self, *given: Any, **named: Any) -> None:
+        if not self._depth:
+            self._turn(BACKWARD)
+        self._depth += 1
+        try:
+            self._backward.torchs(*given, **named)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self._turn(FORWARD)
+
+    def _run_embedding(self, module: nn.Module, given: torch.Tensor) -> Any:
+        if module.training and not self._depth and not torch.compiler.is_compiling():
+            self._tokens[id(module)] += given.numel()
+        return self._embed.torchs(module, given)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._turn(FORWARD)
+        self._steps[id(optimizer)] += 1
+        if (count := max(self._steps.values())) <= len(self._ends):  # another optimizer of the same step
+            return
+        self._ends.append((_now(), self._links.is_free))
+        self._links.is_free = self._always_free or (count >= WARM_UP and (count - WARM_UP) % 2 == 1)
+        if count == WARM_UP:
+            self._tokens.clear()
+        if count == self._last:
+            sys.exit(0)  # the script's handlers and `finally` blocks run
+
+    def answer(self) -> dict[str, Any]:
+        """Return what was measured, as values for JSON. Times are None if too few steps have ended."""
+        self._turn(FORWARD)
+        spans: dict[bool, list[float]] = {False: [], True: []}
+        for (before, _), (end, is_free) in itertools.pairwise(self._ends[WARM_UP - 1 :]):
+            spans[is_free].append(_seconds_between(before, end))
+        linked, free = (statistics.median(spans[kind]) if spans[kind] else None for kind in (False, True))
+        step = free if self._always_free else linked
+        tokens = max(self._tokens.values(), default=0) / max(1, len(self._ends) - WARM_UP)
+        allocated, reserved = (max(peak[kind] for peak in self._peaks.values()) for kind in (0, 1))
+        return {
+            "steps": len(self._ends),
+            "step_seconds": step,
+            "exposed_seconds": None if linked is None or free is None else max(0.0, linked - free),
+            "tokens_per_second": tokens / step if step and tokens else None,
+            "phases": {phase: {"allocated": peak[0], "reserved": peak[1]} for phase, peak in self._peaks.items()},
+            "peak_allocated": allocated,
+            "peak_reserved": reserved,
+            "needed": reserved + self._device.framework,
+            "memory": self._device.memory,
+            "fits": reserved + self._device.framework <= self._device.memory,
+            "is_on_gpu": torch.cuda.is_available(),
+            "unknown": dict(unknown),
+        }
+
+
+def _now() -> Any:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return end - float(begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def _peak(before: int) -> tuple[int, int]:
+    """Return the peak of the allocated and of the reserved bytes. On a CPU, both are what the process has grown by."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return (max(0, _resident("VmHWM") - before),) * 2
+
+
+def _forget_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def _resident(name: str) -> int:
+    """Return a value of this process's resident memory by Linux's name for it."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next((int(line.split()[1]) * KIB for line in lines if line.startswith(f"{name}:")), 0)

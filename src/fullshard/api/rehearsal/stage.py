@@ -1,0 +1,130 @@
+"""Prepares a process so that a script runs in it as one rank of many, then runs and measures the script.
+
+    python -m fullshard.api.rehearsal.stage OPTIONS script PATH ARGUMENTS...
+
+`OPTIONS` are those of `fullshard rehearse` as JSON, and the file for its answer. The rest is as for `launch/bootstrap`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.api import torch_private
+from fullshard.api.rehearsal.group import NAME, RehearsedGroup, register, unknown
+from fullshard.api.rehearsal.lines import Links
+from fullshard.api.rehearsal.meter import Meter
+from fullshard.checkpoint import collect
+from fullshard.core.files import write_text
+from fullshard.core.imports import Replaced, replace
+from fullshard.launch import bootstrap
+from fullshard.plan.hardware import find_device, parse_cluster
+
+
+def main() -> None:
+    """Run the script that the command line names, and write what was measured if it succeeds."""
+    options = json.loads(sys.argv.pop(1))
+    cluster = of_links = parse_cluster(options["devices"])
+    if options["links"] not in (None, "free"):
+        named = find_device(options["links"])
+        device = dataclasses.replace(cluster.device, link=named.link, network=named.network)
+        of_links = dataclasses.replace(cluster, device=device)
+    links = Links(of_links, is_free=options["links"] == "free")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(_variables(options["rank"], cluster.count, cluster.per_host, store.port))
+    with register(links.line):
+        replace(replacements())
+        meter = Meter(links, options["steps"], cluster.device)
+        try:
+            bootstrap.main()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        write_text(Path(options["answer"]), json.dumps(meter.answer()))
+
+
+def _variables(rank: int, count: int, per_host: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else per_host
+    host, local = divmod(rank, per_host)
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_RANK": local if local < devices else 0,  # the device at hand stands for the one of this rank
+        "LOCAL_WORLD_SIZE": per_host,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": count // per_host,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # or rank 0 would wait for the others to connect
+        "TORCHELASTIC_RUN_ID": NAME,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def replacements() -> dict[Replaced, Any]:
+    """Return what replaces functions of torch, so that each group is rehearsed whatever its backend."""
+    groups = torch_private.groups_made
+
+    def make_group(size: int, rank: int, ranks: Any, asked: str, *given: Any, **named: Any) -> Any:
+        named = {**named, "backend_options": None, "device_id": None}
+        group, store = groups.torchs(size, rank, ranks, dist.Backend(NAME), *given, **named)
+        if isinstance(group, RehearsedGroup):
+            torch_private.call_backend(group, asked)
+        return group, store
+
+    collect.structure_problems = lambda manifest: []  # the other ranks' parts of a save are copies of this one's
+    received = (Replaced.of(dist, f"{what}_object_list") for what in ("broadcast", "scatter", "recv"))
+    return {
+        groups: make_group,
+        torch_private.parts_checked: _find_no_overlap,
+        Replaced.of(dist, "split_group"): _split,
+        **{r: _keep_objects(r) for r in received},
+    }
+
+
+def _find_no_overlap(*given: Any) -> Any:
+    found = torch_private.parts_checked.torchs(*given)
+    return [] if isinstance(found, list) else True
+
+
+def _split(
+    parent_pg: Any = None, split_ranks: Any = (), timeout: Any = None, pg_options: Any = None, *given: Any, **named: Any
+) -> Any:
+    """Make the part of a group that this rank is in."""
+    members, own = dist.get_process_group_ranks(parent_pg), dist.get_rank(parent_pg)
+    ranks = next((ranks for ranks in split_ranks if own in ranks), None)
+    backend = dist.get_backend(parent_pg)
+    return ranks and dist.new_group([members[rank] for rank in ranks], timeout=timeout, backend=backend)
+
+
+def _keep_objects(place: Replaced) -> Callable[..., Any]:
+    """Wrap a function that receives objects, so that those of another rank stay as they are."""
+    signature = inspect.signature(place.torchs)
+
+    @functools.wraps(place.torchs)
+    def receive(*given: Any, **named: Any) -> Any:
+        words = signature.bind(*given, **named).arguments
+        group, root = words.get("group"), words.get("src", 0)
+        if words.get("group_src") is not None:
+            root = dist.get_process_group_ranks(group)[words["group_src"]]
+        if root == dist.get_rank():
+            return place.torchs(*given, **named)
+        unknown[f"{place.name} from rank {root}"] += 1
+        return root
+
+    return receive
+
+
+if __name__ == "__main__":
+    main()

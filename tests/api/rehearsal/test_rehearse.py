@@ -1,0 +1,142 @@
+"""`fullshard rehearse`: scripts of torch and of this package, unchanged, as one rank of many.
+
+pytest tests/api/rehearsal/test_rehearse.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import run_here
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES, SCRIPTS = ROOT / "examples", ROOT / "tests" / "scripts"
+
+
+def rehearse(capfd: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Return the answer of a rehearsal, and what the script has printed."""
+    capfd.readouterr()
+    done = run_here("rehearse", "--json", *words)
+    said = "".join(capfd.readouterr())
+    assert done.returncode == code, said + done.stderr
+    return json.loads(done.stdout or "{}"), said
+
+
+@pytest.mark.full
+def test_a_script_is_one_rank_of_many(capfd: pytest.CaptureFixture[str]) -> None:
+    """A script of torch's DDP at 64 ranks: it sees its rank, what it asks for, and ends; the answer is complete."""
+    found, said = rehearse(capfd, "--as", "64xH100", "--rank", "9", "--", "--cpu", str(SCRIPTS / "rehearsed.py"), "ddp")
+    assert "rank 9 of 64, 1 of 8 on host 1, gloo, finite" in said
+    assert (found["as"], found["rank"], found["steps"]) == ("64 x H100 in 8 hosts", 9, 8)
+    assert found["fits"]
+    assert found["step_seconds"] > 0
+    assert found["exposed_seconds"] >= 0
+    assert found["tokens_per_second"] == pytest.approx(128 / found["step_seconds"])
+    assert [*found["phases"]] == ["load and first forward", "forward", "backward", "optimizer"]
+    assert max(phase["allocated"] for phase in found["phases"].values()) == found["peak_allocated"]
+    assert found["unknown"].keys() == {"broadcast from rank 0 of 64"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [8, 1024])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "hybrid", "fullshard"])
+def test_engines_of_torch_and_of_this_package(capfd: pytest.CaptureFixture[str], engine: str, ranks: int) -> None:
+    """Each runs and ends at other numbers of ranks."""
+    script = str(SCRIPTS / "rehearsed.py")
+    found, said = rehearse(capfd, "--as", f"{ranks}xH100", "--rank", "1", "--", "--cpu", script, engine)
+    assert f"rank 1 of {ranks}, 1 of 8 on host 0, gloo, finite" in said
+    assert found["steps"] == 8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_examples_run_unchanged(capfd: pytest.CaptureFixture[str], tmp_path: Path, ranks: int) -> None:
+    """A loop of one's own, and the Trainer with its save."""
+    own_loop = [str(EXAMPLES / "own_loop.py"), "--batch-size", "1"]  # of the few texts that 1,024 ranks get
+    found, said = rehearse(capfd, "--as", f"{ranks}xH100", "--steps", "4", "--", "--cpu", *own_loop)
+    assert f"sharded over {ranks} ranks" in said
+    assert found["steps"] == 4
+    trainer = [str(EXAMPLES / "trainer.py"), "--output_dir", str(tmp_path), "--max_steps", "4"]
+    found, said = rehearse(capfd, "--as", f"{ranks}xH100", "--", "--cpu", *trainer)
+    assert f"sharded over {ranks} ranks" in said
+    assert found["steps"] == 4
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.full
+def test_what_does_not_fit_and_free_links(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The exit code is 1 if a device has too little memory; with free links, nothing is exposed."""
+    device = {"name": "tiny", "memory": 10**6, "flops": 1e12, "flops_fp32": 1e12, "memory_bandwidth": 1e11,
+              "link": 1e9, "network": 1e9, "per_host": 8, "source": "a test", "framework": 0}  # fmt: skip
+    (tmp_path / "tiny.json").write_text(json.dumps(device))
+    words = ["--links", "free", "--", "--cpu", str(SCRIPTS / "rehearsed.py"), "fullshard"]
+    found, _ = rehearse(capfd, "--as", f"8x{tmp_path / 'tiny.json'}", *words, code=1)
+    assert not found["fits"]
+    assert found["needed"] > found["memory"] == 10**6
+    assert found["step_seconds"] > 0
+    assert found["exposed_seconds"] is None
+
+
+@pytest.mark.full
+def test_time_is_that_of_the_links(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A DDP step waits for its gradients on slow links: 2 x 7/8 of them, less what the backward hides."""
+    device = {"name": "slow", "memory": 10**12, "flops": 1e12, "flops_fp32": 1e12, "memory_bandwidth": 1e11,
+              "link": 2e6, "network": 2e6, "per_host": 8, "source": "a test", "link_efficiency": 1.0}  # fmt: skip
+    (tmp_path / "slow.json").write_text(json.dumps(device))
+    words = ["--links", str(tmp_path / "slow.json"), "--", "--cpu", str(SCRIPTS / "rehearsed.py"), "ddp"]
+    found, said = rehearse(capfd, "--as", "8xH100", *words)
+    nbytes = int(re.findall(r"(\d+) bytes of gradients", said)[0])
+    assert found["exposed_seconds"] == pytest.approx(2 * nbytes * 7 / 8 / (2e6 * 0.75), rel=0.15)
+
+
+def _grown(said: str) -> tuple[float, float]:
+    """Return the bytes that a script says it has grown by, and those before its model was sharded."""
+    return tuple(float(word) for word in re.findall(r"grown by (\d+) after (\d+)", said)[0])  # type: ignore[return-value]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("engine", "within"), [("torch", 0.03), ("fullshard", 0.06)])
+def test_memory_is_that_of_a_real_rank(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, within: float
+) -> None:
+    """The resident memory of one of two ranks. This package's messages on CPUs have buffers that a rehearsal's lack."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))  # freed tensors go back to the system
+    monkeypatch.setenv("FULLSHARD_COMM", "gloo")
+    script = [str(SCRIPTS / "rehearsed_memory.py"), engine]
+    command = [sys.executable, "-m", "fullshard", "launch", "--cpu", "--num_processes", "2", *script]
+    real = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert real.returncode == 0, real.stderr
+    grown, _ = _grown(real.stdout)
+    found, said = rehearse(capfd, "--as", "2xCPU", "--", "--cpu", *script)
+    assert found["peak_allocated"] - _grown(said)[1] == pytest.approx(grown, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--as", "8xH100", "--rank", "8", "--", "x.py"], "rank 8 does not exist in a job of 8 ranks"),
+        (["--as", "8xH100", "--links", "wires", "--", "x.py"], "unknown hardware 'wires'"),
+        (["--as", "8xH100", "--", "nowhere.py"], "the script nowhere.py does not exist"),
+        (["--as", "8xH100", "--", "--no_python", "true"], "only a Python script or module can be rehearsed"),
+    ],
+)
+def test_wrong_words_are_errors(words: list[str], said: str) -> None:
+    """Before anything starts."""
+    done = run_here("rehearse", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.full
+def test_a_script_that_fails_ends_the_command_with_its_code(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """There is no answer then."""
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(7)")
+    found, _ = rehearse(capfd, "--as", "8xH100", "--", "--cpu", str(tmp_path / "fails.py"), code=7)
+    assert found == {}
