@@ -175,6 +175,12 @@ def shifting(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return nn.functional.cross_entropy(logits, shifted, reduction="sum") / num_items_in_batch
 
 
+def accuracy(predicted: Any) -> dict[str, float]:
+    """A metric that depends on the logits of all tokens and on the number of samples."""
+    assert predicted.predictions.shape[:2] == predicted.label_ids.shape and len(predicted.label_ids) in (7, 8)
+    return {"accuracy": float(abs(predicted.predictions[predicted.label_ids != -100]).mean())}
+
+
 def trained(output: str, sizes: dict[str, int], kind: str) -> dict[str, Any]:
     config = ParallelismConfig(**sizes) if sizes else None
     batch = 4 // sizes.get("dp_shard_size", 1)
@@ -194,12 +200,14 @@ def trained(output: str, sizes: dict[str, int], kind: str) -> dict[str, Any]:
         eval_dataset=samples(8),
         data_collator=padded,
         compute_loss_func=shifting if kind == "shifting" else None,
+        compute_metrics=accuracy if kind == "metrics" else None,
     )
     made.train()
-    if config is not None:
-        with pytest.raises(ConfigError, match="predictions are not gathered"):
-            made.predict(rows[:4])
-    return result(made)
+    predicted = made.predict(rows[:7]) if kind == "metrics" else None
+    accuracies = [line["eval_accuracy"] for line in made.state.log_history if "eval_accuracy" in line]
+    return result(made) | (
+        {"accuracies": accuracies, "logits": predicted.predictions[0, 3].tolist()} if predicted else {}
+    )
 
 
 def with_trl(output: str, rows: list[dict[str, torch.Tensor]], **options: Any) -> dict[str, Any]:
@@ -232,13 +240,13 @@ def with_trl(output: str, rows: list[dict[str, torch.Tensor]], **options: Any) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"cp_size": 2, "dp_shard_size": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["trainer", "trl", "smoothed", "shifting"])
+@pytest.mark.parametrize("kind", ["trainer", "trl", "smoothed", "shifting", "metrics"])
 def test_trainer_is_as_on_one_process(tmp_path: Path, sizes: dict[str, int], kind: str) -> None:
     alone = run_ranks(trained, 1, str(tmp_path), {}, kind)[0]
     found = run_ranks(trained, 2 * sizes.get("dp_shard_size", 1), str(tmp_path), sizes, kind)[0]
     same(found, alone)
     for name in alone.keys() - {"losses", "weights", "own", "total", "flos"}:
-        assert close(found[name], alone[name], 1e-6), name
+        torch.testing.assert_close(found[name], alone[name], rtol=1e-6, atol=1e-6)
 
 
 def by_trl(place: str, output: str, name: str, lora: bool, settings: dict[str, Any]) -> Any:

@@ -197,7 +197,10 @@ def train(output: str, backend: str, settings: dict[str, Any]) -> Any:
     )
     made.train()
     evaluated = [line["eval_loss"] for line in made.state.log_history if "eval_loss" in line]
-    return trainers.result(made) | {"evaluated": evaluated, "steps": made.state.max_steps}
+    logits, labels, metrics = made.predict(data()[:8])
+    logits = torch.tensor(logits[0] if isinstance(logits, tuple) else logits)[torch.tensor(labels) != -100]
+    evaluated.append(metrics["test_loss"])
+    return trainers.result(made) | {"evaluated": evaluated, "steps": made.state.max_steps, "logits": logits}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -215,7 +218,7 @@ def test_trainer(tmp_path: Path, backend: str, ranks: int, settings: dict[str, A
     alone = run_ranks(train, 1, str(tmp_path), backend, settings)[0]
     together = run_ranks(train, ranks, str(tmp_path), backend, settings)[0]
     assert together["steps"] == 6 // settings.get("gradient_accumulation_steps", 1)
-    for name in ("losses", "norms", "weights", "evaluated"):
+    for name in ("losses", "norms", "weights", "evaluated", "logits"):
         torch.testing.assert_close(together[name], alone[name], **TOLERANCE)
 
 
@@ -257,9 +260,6 @@ def test_trainers_of_trl(tmp_path: Path, name: str, lora: bool, settings: dict[s
 def check_refused(place: str, output: str) -> None:
     with pytest.raises(ConfigError, match="SDFTTrainer generates its batches"):
         by_trl(place, output, "SDFT", False, {"eval_strategy": "no"})
-    made = trainers.trainer(trainers.build(), trainers.arguments(output, parallelism_config=config("fullshard")))
-    with pytest.raises(ConfigError, match="predictions are not gathered"):
-        made.predict(data()[:4])
     accelerator = fullshard.Accelerator(
         cpu=True, parallelism_config=config("fullshard", sp_seq_length=16, sp_seq_length_is_variable=False)
     )

@@ -197,12 +197,8 @@ class ShardedTraining:
     def prediction_step(
         self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Evaluate one batch."""
-        if self.accelerator._ranks_per_sequence > 1 and not prediction_loss_only:
-            raise ConfigError(
-                "predictions are not gathered if each rank has a part of each sequence",
-                hint="remove compute_metrics, which leaves eval_loss, or predict without cp_size and sp_size",
-            )
+        """Evaluate one batch, with whole sequences if the caller gets predictions."""
+        self.accelerator.shares_losses |= not prediction_loss_only
         with teachers_head(self):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
@@ -263,8 +259,12 @@ class ShardedTraining:
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation or prediction, with the averaged weights if an `EMACallback` requests them."""
-        with averaged(self):
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        shares_losses = self.accelerator.shares_losses
+        try:
+            with averaged(self):
+                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.accelerator.shares_losses = shares_losses
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         # Trainer logs the norm even if it does not clip.
