@@ -55,7 +55,7 @@ def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
-    """Return the settings for `torch.compile` from `plugin` or else `backend`, under the names of the launcher."""
+    """Return the `torch.compile` settings, keyed by launcher option, from `plugin` or else from `backend`."""
     if plugin is None:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):

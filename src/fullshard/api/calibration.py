@@ -108,7 +108,7 @@ def _link(mesh: Mesh) -> float:
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Return the median seconds of several rounds of `work`, as many on every rank, after a warm-up."""
+    """Return the median seconds that `work` takes after a warm-up, over the same number of rounds on all ranks."""
     times = []
     for _ in range(8):
         if dist.is_initialized():

@@ -17,7 +17,7 @@ from fullshard.core.errors import ConfigError
 
 
 def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: Any = None) -> RunConfig:
-    """Return the configuration of the launcher, the Accelerator's arguments, the plugin and a `ParallelismConfig`."""
+    """Merge the settings of the launcher, the Accelerator's arguments, the plugin and a `ParallelismConfig`."""
     given = {name: value for name, value in arguments.items() if value is not None}
     accelerator, plugins = FLAT.read(entries_of(given, "Accelerator")), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def forwarded(path: str, kind: Callable[[Any], Any] | None = None, *, may_set: bool = False) -> Any:
-    """Return a property that reads the value at a dotted path. `kind` converts it, and `may_set` adds a setter."""
+    """Return a property that reads the value at a dotted path. `kind` converts the value. `may_set` adds a setter."""
     found = attrgetter(path)
     holder, _, name = path.rpartition(".")
 

@@ -29,7 +29,7 @@ def held_by(holder: object) -> Iterator[Any]:
 
 
 def seed(generator: Any, number: int) -> Callable[[], object]:
-    """Seed a generator, or the module `random` or `numpy.random`. Return a function that restores its state."""
+    """Seed a generator, or the module `random` or `numpy.random`. Return a function that restores the old state."""
     back: Callable[[], object]
     if isinstance(generator, torch.Generator):
         back = partial(generator.set_state, generator.get_state())

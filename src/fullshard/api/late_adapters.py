@@ -101,7 +101,7 @@ def _check_split(layer: Any, tiles: int) -> None:
 
 
 def _adds_inside(wrapper: Any) -> Any:
-    """Return a replacement for PEFT's `_activate_lora`, which would add values for the experts of all ranks."""
+    """Return a replacement for PEFT's `_activate_lora`. PEFT's own would add values for the experts of all ranks."""
     active: list[tuple[Any, str]] = wrapper.get_base_layer().__dict__[_ACTIVE]
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from fullshard.plan.optimizers import OPTIMIZERS
 
 
 def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
-    """Return the bytes of one checkpoint, or a lower bound if the size of the optimizer's state is unknown."""
+    """Return the size of a checkpoint in bytes, or a lower bound if the size of the optimizer's state is unknown."""
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = trained if is_saved_as_adapters(model) else list(model.parameters())
     kind = None if optimizer is None else planned_optimizer(getattr(optimizer, "optimizer", optimizer))

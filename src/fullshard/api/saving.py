@@ -70,7 +70,7 @@ class Together(nn.ModuleList):
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything that is saved, without wrappers. `config` is saved only as information for users."""
+    """The objects that a checkpoint saves, without their wrappers. `config` is saved only for users to read."""
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -163,7 +163,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
 
 
 def number_after(path: Location, config: Any) -> int:
-    """Return the number of the next automatically named checkpoint, which is larger than that of `path`."""
+    """Return the next number of automatic checkpoints, which is larger than the number of `path` if it has one."""
     match = _AUTOMATIC.fullmatch(path.name)
     is_of_project = config.project_dir is not None and isinstance(path, Path)
     if match and is_of_project and path.resolve().parent == _numbered_folder(config).resolve():
@@ -253,7 +253,7 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
-    """Call the save hooks on all ranks. Record which files they add, so that a later save may replace these."""
+    """Call the save hooks on all ranks, and record which files they add, so that a later save may replace them."""
     ranks = Ranks()
     before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
     call_hooks(hooks, models, [], str(path))

@@ -134,14 +134,17 @@ def adopt(model: nn.Module, settings: RunConfig, autocast: AutocastKwargs, devic
     if given := [f"sharding.{name}" for name in names if getattr(settings.sharding, name)]:
         raise ConfigError(
             f"{', '.join(given)} cannot be applied to a {type(model).__name__} that is already sharded",
-            hint="remove it; use model.gradient_checkpointing_enable(), layer.compile() or from_pretrained(quantize=)",
+            hint="use model.gradient_checkpointing_enable(), layer.compile() or from_pretrained(quantize=) instead",
         )
     _change_dtypes(model, settings.precision, autocast, device)
     model.__dict__[_HAS_SETTINGS] = True
 
 
 def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
-    """Mark the weights to quantise at rest: what bitsandbytes left and, with `form`, all large frozen weights."""
+    """Mark the large weights to keep quantised at rest, and report them through `say`.
+
+    These are the weights that bitsandbytes left unquantised and, if `form` is set, all large frozen weights.
+    """
     quantise_rest(model)
     if form is not None:
         say(f"{type(model).__name__}: {quantize(model, form)}")
@@ -254,7 +257,7 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """The changes to a root's forward. `inner` is its earlier forward, or None if that was the method of its class."""
+    """The autocast and output dtype that a root's forward adds. `inner` is the instance's own forward, if any."""
 
     autocast: Callable[[], AbstractContextManager[Any]]
     output_dtype: torch.dtype | None

@@ -50,7 +50,7 @@ class GradientState(Theirs):  # type: ignore[misc]
 
     @property
     def remainder(self) -> int:
-        """Return the number of real samples in the innermost loop's step, or -1 if it has no repeated samples."""
+        """Return how many samples of the innermost loop's current step are real, or -1 if none of them is repeated."""
         found = getattr(self.active_dataloader, "remainder", None)
         return -1 if found is None else int(found)
 

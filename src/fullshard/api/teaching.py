@@ -58,7 +58,7 @@ def teach_libraries() -> None:
 
 
 def keep_teaching(accelerator: Any) -> Callable[..., None]:
-    """Replace the functions now. The returned listener replaces those of libraries that were imported later."""
+    """Replace the functions now, and return a listener that replaces those of libraries that are imported later."""
     teach_libraries()
     return lambda models, optimizers: teach_libraries()
 

@@ -30,13 +30,13 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def is_saved_as_adapters(model: nn.Module) -> bool:
-    """Return whether saving stores only adapters: of a PEFT model, or of a Transformers model with `add_adapter`."""
+    """Return whether only adapters are saved, as for a PEFT model or a Transformers model with `add_adapter`."""
     adds_itself = hasattr(model, "get_adapter_state_dict") and getattr(model, "_hf_peft_config_loaded", False)
     return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` does not set the flag
 
 
 def carries_adapters(model: nn.Module) -> bool:
-    """Return whether a model contains adapters but is no `PeftModel`, like `PeftMixedModel`, which is for inference."""
+    """Return whether a model contains adapters but is not a `PeftModel`, like the inference-only `PeftMixedModel`."""
     return hasattr(model, "peft_config") and not is_adapted(model)
 
 
@@ -70,7 +70,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
 
 
 def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
-    """Return the names of tensors that PEFT stores, by adapter. All ranks must call this. Rank 0 may ask the hub."""
+    """Return the names of tensors that PEFT stores, by adapter. All ranks must call this, but only rank 0 asks PEFT."""
     stand_ins = {name: torch.empty(0, device="meta") for name in _by_name(model)}
 
     def ask() -> dict[str, list[str]]:
@@ -109,7 +109,7 @@ def _unpruned(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Keep PEFT's prompt encoders unsharded inside, so that rank 0 can compute their state. All ranks must enter."""
+    """Unshard PEFT's prompt encoders in the block, so that rank 0 can compute their state. All ranks must enter it."""
     encoders = getattr(model, "prompt_encoder", None)
     with contextlib.ExitStack() as whole:
         for module in () if encoders is None else encoders.modules():
@@ -118,7 +118,7 @@ def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None
 
 
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
-    """Return the names of adapter and other trained parameters; none without adapters. All ranks must call this."""
+    """Return the names of adapter and other trained parameters if a model has adapters. All ranks must call this."""
     if not is_saved_as_adapters(model):
         return ()
     names = {name for stored in wanted_weights(model, Ranks.of(model)).values() for name in stored}
@@ -127,7 +127,7 @@ def adapter_parameter_names(model: nn.Module) -> Container[str]:
 
 
 def load_adapters(path: str | Path, model: nn.Module) -> None:
-    """Load adapters that `save_adapters` or PEFT wrote, which the model must have too. Every rank reads the files."""
+    """Load files of `save_adapters` or PEFT into the model's adapters of the same names. Every rank reads them."""
     ranks = Ranks.of(model)
     wanted = wanted_weights(model, ranks)
     peft: Any = importlib.import_module("peft")

@@ -60,7 +60,10 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
 def average_records(
     average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
 ) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
-    """Yield (name in the file, parameter, record, this rank's part) of an average. Add differences to `problems`."""
+    """Yield (stored name, parameter, record, this rank's part) for each parameter with a stored average.
+
+    Append a message to `problems` for each average that is missing or has another dtype.
+    """
     saved = manifest.optimizer.state if manifest.optimizer is not None else {}
     for local, held in average_tensors(average, parameters):
         name = primary.get(local.name, local.name)

@@ -48,7 +48,10 @@ class _State(BaseModel):
 
 
 def four_bit_sources(stored: Mapping[str, TensorSource], form: str | None) -> dict[str, TensorSource]:
-    """Return a directory's tensors, with one source per weight. Only a form `*-double` keeps the codes of scales."""
+    """Return a directory's tensors, with one source for each quantised weight in place of its codes and scales.
+
+    Only a `form` that ends in `-double` keeps double-quantised scales as codes. Any other form decodes them.
+    """
     states = {key.partition(_STATE)[0]: key for key in stored if _STATE in key}
     found: dict[str, TensorSource] = {}
     for name, key in states.items():

@@ -45,7 +45,7 @@ def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterat
 
 
 def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
-    """Remove the oldest checkpoints in the directory of `newest`, which itself stays, until `keep` are left."""
+    """Remove the oldest checkpoints beside `newest` until `keep` are left, and return them. `newest` always stays."""
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]
     for directory in reversed(removed):
@@ -55,7 +55,7 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of `prune`, newest first. `damaged` has the first problem of each incomplete checkpoint."""
+    """The result of `prune`, newest first. `damaged` lists incomplete checkpoints, each with its first problem."""
 
     kept: tuple[Location, ...]
     removed: tuple[Location, ...]
@@ -63,7 +63,7 @@ class Pruned:
 
 
 def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
-    """Remove the oldest complete checkpoints in `root` until `keep` are left. Keep damaged ones for the user."""
+    """Remove the oldest complete checkpoints in `root` until `keep` are left. Damaged ones are never removed."""
     if keep < 1:
         raise ConfigError(f"keep is {keep}, which would leave no checkpoint", hint="use 1 or more")
     whole, damaged = [], []

@@ -14,7 +14,10 @@ from fullshard.core.layout import Interval
 
 
 def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
-    """Fill this rank's part of a tensor, whatever its memory layout is. `read` reads the full tensor, row by row."""
+    """Fill this rank's part of a tensor, whatever its memory layout is.
+
+    `read(interval, out)` reads an interval of the full tensor, flattened row by row.
+    """
     plain = local.held.contiguous()  # a copy if its memory layout differs
     read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
     if plain.data_ptr() != local.held.data_ptr():
@@ -83,7 +86,10 @@ class Patch:
 
 
 def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: Interval) -> Iterator[Patch]:
-    """Yield patches in source order that copy the elements `wanted`, counted in target order, of a tensor."""
+    """Yield patches that together copy the `wanted` elements of a tensor from `source` to `target` order.
+
+    `wanted` is an interval in the order of `target`. Patches read intervals in the order of `source`.
+    """
     start = 0
     for part in range(target.parts):
         sizes = target.sizes(shape, part)

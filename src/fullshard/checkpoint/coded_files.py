@@ -58,7 +58,7 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
 
 
 def decoded_sources(stored: _Sources, quantisation: Any, form: str | None = None) -> dict[str, TensorSource]:
-    """Return a directory's tensors, with one source per quantised weight. The caller requested the form `form`."""
+    """Return a directory's tensors, with one source per quantised weight. `form` is the form requested by the user."""
     if _method(quantisation) == "bitsandbytes":
         return four_bit_sources(stored, form)
     return _READERS[_method(quantisation)](stored, quantisation)
@@ -82,7 +82,7 @@ def is_to_be_decoded(quantisation: Any) -> bool:
 def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
     """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantise the files.
 
-    `asked` is the caller's. `is_wanted` is false if `quantize` or `dequantize` replaces the layers of bitsandbytes.
+    `asked` is the caller's setting. `is_wanted` is false if `quantize` or `dequantize` replaces bitsandbytes' layers.
     """
     if _method(quantisation) != "bitsandbytes":
         return None
@@ -98,7 +98,7 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
 
 
 def keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
-    """Mark weights that are codes in the files, in `form` if it is given, so that the sharded model keeps the codes."""
+    """Mark weights that the files store as codes (of `form`, if given), so that the sharded model keeps the codes."""
     kept: dict[str, int] = {}
     lost = 0
     for place in places_of(model):

@@ -64,7 +64,7 @@ def fill_cut(
     interval: Interval,
     out: Mapping[str, torch.Tensor],
 ) -> bool:
-    """Read codes and scales of this rank's elements in `interval`. Return False if a cut divides a block."""
+    """Read codes and scales of this rank's elements in `interval`. Return False if tensor parallelism cuts a block."""
     pieces = [piece for part in range(chunking.parts) for piece in chunking.pieces(shape, part)]
     if chunking.dim == len(shape) - 1 and any(bound % coded.form.atom for piece in pieces for bound in piece):
         return False

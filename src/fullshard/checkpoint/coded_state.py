@@ -47,7 +47,7 @@ class CodedTensor:
 
 
 def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
-    """Return the coded tensors of one parameter's state by key, and the keys of the other tensors in them."""
+    """Return the coded tensors of a parameter's state by key, and the keys of their scales and other parts."""
     found: dict[str, CodedTensor] = {}
     parts: set[str] = set()
     for key, value in state.items():

@@ -199,7 +199,7 @@ class RankWriter:
         unknown = saved - manifest.parameters.keys() - manifest.buffers.keys()
         problems = [f"another rank saved {name!r}, which rank 0 does not have" for name in sorted(unknown)]
         problems += structure_problems(manifest)
-        if is_shared:  # and not written to different directories with the same name
+        if is_shared:  # hosts could also have separate directories with this path
             sizes = sizes_in(self.store.directory, manifest.files)
             absent = [
                 f"{name} with {r.nbytes} bytes" for name, r in manifest.files.items() if sizes.get(name) != r.nbytes

@@ -147,7 +147,7 @@ class Rules:
         return as_it_is, list(groups.values()), unused, again
 
     def save(self, names: Iterable[str]) -> tuple[dict[str, str], list[Group]]:
-        """Return the names in files of unchanged tensors, by model name, and the groups that convert the others."""
+        """Return the stored name of each unchanged tensor, by model name, and the groups that convert the others."""
         as_it_is: dict[str, str] = {}
         groups: dict[str, Group] = {}
         for name in sorted(names, key=_natural):
@@ -181,7 +181,7 @@ def loading_rules(model: nn.Module, outline: Outline) -> Rules:
 
 
 def saving_rules(model: nn.Module, outline: Outline) -> Rules:
-    """Return the rules that convert `model` to a directory: those it was loaded with, or its class's, in reverse."""
+    """Return the rules for saving `model`: the rules that loaded it, or else those of its class, in reverse."""
     mapping = _conversion_mapping()
     if mapping is None or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return Rules(outline, ())

@@ -240,7 +240,8 @@ def transfers(
         first = host * hosts.per_host
         wants = set().union(*wanted[first : first + hosts.per_host])
         for number, name in enumerate(sorted(name for name in wants if host not in held[name])):
-            there, local = held[name][host % len(held[name])], number % hosts.per_host  # spread over its hosts
+            # Divide the transfers among the hosts that have the file, and among the ranks of each host.
+            there, local = held[name][host % len(held[name])], number % hosts.per_host
             found.append((name, there * hosts.per_host + local, first + local))
     return found
 

@@ -95,7 +95,7 @@ def is_exported_as_it_is(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tensors that are converted together by `group`, or one tensor that is stored unchanged under `stored_name`."""
+    """Tensors that `group` converts together, or one tensor that is stored unchanged as `stored_name`."""
 
     sources: list[LocalTensor]
     names: list[str]
@@ -151,7 +151,7 @@ class SavedLayout:
         return cls(model, local_tensors(model), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
-        """Start to gather a batch on all ranks. Return a function for its full tensors, with adapters merged."""
+        """Start to gather a batch on all ranks. Return a function that returns full tensors, with adapters merged."""
         makers = [self._gather(source) for source in batch.sources]
         return lambda: [make() for make in makers]
 

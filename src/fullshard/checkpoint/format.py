@@ -347,7 +347,7 @@ def trainer_state(directory: Location) -> Location:
 
 
 def part_paths(directory: Location) -> list[Location]:
-    """Return the checkpoints of several models in a directory, in order, or none if it is a checkpoint itself."""
+    """Return the checkpoints in a directory of several models, in order, or [] if it is a checkpoint itself."""
     found = [path for path in directory.glob(f"{_PART_PREFIX}*") if is_part(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PART_PREFIX)))
 

@@ -47,7 +47,7 @@ _HELD: dict[Location, int | ObjectPath] = {}
 def lease(directory: Location) -> Iterator[None]:
     """Reserve `directory` and everything in it while the context is active. Only one rank should enter it.
 
-    Raise `ConfigError` if another job has reserved it, or if that is not possible. Inner leases are released, too.
+    Raise `ConfigError` if another job has reserved it, or if no lease can be created. Leases inside it end with it.
     """
     is_own = hold_folder(directory)
     try:
@@ -58,13 +58,13 @@ def lease(directory: Location) -> Iterator[None]:
 
 
 def hold_folder(directory: Location) -> bool:
-    """Reserve a folder until `let_go` or the end of this process. Return False if this process already had it."""
+    """Reserve a folder until `let_go` or the end of this process. Return False if this process already holds it."""
     directory = directory.absolute()
     return _hold(directory / LEASE_NAME, lambda: directory.glob(".*" + LEASE_NAME + "*"))
 
 
 def hold_name(path: Location) -> bool:
-    """Reserve `path`, but not its folder, until `let_go`. Return False if this process has already reserved either."""
+    """Reserve `path`, but not its folder, until `let_go`. Return False if this process already holds one of them."""
     path = path.absolute()
     if any(holds(parent) or (parent.name and _of_name(parent) in _HELD) for parent in path.parents):
         return False

@@ -47,7 +47,7 @@ def unmerge_adapters(model: nn.Module) -> None:
 
 
 def use_sharded_methods(model: Any) -> None:
-    """Replace methods of a PEFT model that are wrong for sharded parameters with correct ones, or with an error."""
+    """Replace PEFT methods that would be wrong for sharded parameters with correct ones, or with ones that raise."""
     for name, method in (
         ("merge_adapter", merge_adapters),
         ("unmerge_adapter", unmerge_adapters),

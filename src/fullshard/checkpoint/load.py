@@ -156,7 +156,7 @@ def load_proved(
 
 
 def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
-    """Read and verify every byte of the files of these kinds, each on one rank. All ranks must call this."""
+    """Read and verify every byte of the files of these kinds, each file on one rank. All ranks must call this."""
 
     def prove() -> None:
         if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):

@@ -94,7 +94,7 @@ class ObjectPath(PurePosixPath):
         self._ask("written", "pipe_file", data)
 
     def create(self, data: bytes) -> bool:
-        """Create an object unless it exists, and return whether it was created. Of several jobs, only one succeeds."""
+        """Create an object unless it exists, and return whether it was created. If several jobs try, one succeeds."""
         with asked(self, "written"):
             try:
                 self._files().pipe_file(str(self), data, mode="create")

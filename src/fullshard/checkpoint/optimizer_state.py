@@ -35,7 +35,7 @@ class StateEntry:
 
     @property
     def is_stored_here(self) -> bool:
-        """Return whether this rank writes the value. The owner of element 0 writes what all ranks have."""
+        """Return whether this rank writes the value. The owner of element 0 writes a value that all ranks have."""
         if self.layout == "replicated":
             return self.is_owned or self.parameter.interval.start == 0
         return self.layout == "interval"

@@ -363,7 +363,7 @@ class PretrainedWeights:
         """Compute DoRA's initial magnitudes, the row norms of the base weight, a few rows at a time."""
         if is_exact(base.weight):
             values, computes = dequantised(base), getattr(base, "compute_dtype", torch.float32)
-            # in the dtype in which PEFT adds B
+            # PEFT adds the adapter's product to the weight in this dtype.
             out.copy_(torch.linalg.norm(values.to(torch.promote_types(values.dtype, computes)), dim=1))
             return
         stored = self._sources.get(self._names.get((id(base), "weight"), ""))

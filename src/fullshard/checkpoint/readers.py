@@ -115,7 +115,7 @@ class Readers:
         out.write(values)
 
     def fill_parts(self, out: CodedPart, name: str, record: TensorRecord, interval: Interval) -> None:
-        """Read the codes and scales of weights that stay codes. Their blocks are the same at every world size."""
+        """Read the codes and scales of a weight without decoding them. Blocks are the same at every world size."""
         for read in plan_reads(pieces_of(record), interval):
             assert isinstance(read.piece, CodedPieceRecord)  # noqa: S101 -- it has been compared with the model
             parts = self._coded_parts("model", name, record.dtype, read.piece, read.source)

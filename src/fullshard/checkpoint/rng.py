@@ -18,7 +18,7 @@ _PYTHON_VERSION = 3
 
 
 def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the state of the generators of Python, NumPy and torch, the latter for the host and for `device`."""
+    """Return the states of the random generators of Python, NumPy, torch on the host, and torch on `device`."""
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
         raise CheckpointError(f"Python's random state has version {version}, expected {_PYTHON_VERSION}")
@@ -39,7 +39,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
-    """Restore generators from `rng_tensors`. Return the names of those that only the state or only the process has."""
+    """Restore the generators in `tensors`. Return the names that are only in `tensors` or only in this process."""
     setters: dict[str, Callable[[torch.Tensor], Any]] = {
         "python": lambda words: random.setstate(
             (_PYTHON_VERSION, tuple(words.tolist()), next(iter(tensors[RNG_PREFIX + "python_gauss"].tolist()), None))

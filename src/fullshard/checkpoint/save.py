@@ -191,7 +191,10 @@ class Pending(ABC):
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> PendingSave:
-    """Do the part of a save that pauses training, with a copy to `memory` if it is given. All ranks must call this."""
+    """Do the part of a save that pauses training. All ranks must call this.
+
+    If `memory` is given, the state is copied to it, so that training can continue before the state is written.
+    """
     total_limit, model = arguments.get("total_limit"), arguments["model"]
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
     if total_limit is not None and total_limit < 1:

@@ -22,7 +22,7 @@ _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create or replace a small file atomically, even after a crash or with several writers at the same time."""
+    """Create or replace a small file atomically, even if there is a crash or another process writes it, too."""
     temporary = _own_name(path)
     with temporary.open("wb") as file:
         file.write(data)
@@ -52,7 +52,7 @@ def temp_directory(final: Path, save_id: str) -> Path:
 
 
 def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
-    """Create a save's directory, locked until it is renamed to `final`, and first remove those of killed saves."""
+    """Create the directory of a save, and lock it until it is renamed to `final`. Remove those of killed saves."""
     try:
         if final.parent.is_dir():
             restore_replaced(final)
@@ -83,7 +83,7 @@ def refuse_file(path: Path) -> None:
 
 
 def refuse_current(path: Path) -> None:
-    """Raise `CheckpointError` if `path`, for example `.` by mistake, contains the current directory."""
+    """Raise `CheckpointError` if `path` is or contains the current directory, which would be removed."""
     try:
         current = Path.cwd()
     except FileNotFoundError:  # it no longer exists

@@ -63,7 +63,7 @@ class Store:
         storage.require_room(storage.temp_directory(self.final, self.save_id), nbytes)
 
     def commit(self) -> None:
-        """Commit a complete save, with `manifest` if it is of one model. Replace `final` only if `overwrite` is set."""
+        """Commit a complete save, with `manifest` if it has one model. Replace `final` only if `overwrite` is set."""
         temp = storage.temp_directory(self.final, self.save_id)
         if self.manifest is not None:
             storage.write_file(temp / MANIFEST_NAME, self.manifest)

@@ -363,7 +363,7 @@ class TensorFileReader(contextlib.AbstractContextManager["TensorFileReader"]):
 def parse_header(
     read: Callable[[int, int], bytes], size: int, *, where: str
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return the metadata of a safetensors file of `size` bytes, and its tensors. `read` takes (start, nbytes)."""
+    """Return the metadata and tensors of a safetensors file of `size` bytes. `read(start, nbytes)` reads the file."""
     nbytes = int.from_bytes(read(0, 8), "little")
     if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
         raise CheckpointError(f"{where} has a header length of {nbytes} bytes, but the file has {size} bytes")

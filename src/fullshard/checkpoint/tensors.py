@@ -80,7 +80,7 @@ def rest(model: nn.Module) -> None:
     for unit in units_of(model):
         if unit.is_pinned:
             what = f"unit {unit.name!r} is kept unsharded"
-            raise CheckpointError(what, hint="leave the `with unsharded(model)` block first")
+            raise CheckpointError(what, hint="exit the `with unsharded(model)` block first")
         unit.reshard()
     for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
         schedule.settle()

@@ -29,7 +29,7 @@ from fullshard.checkpoint.storage import (
 
 
 def with_torch_format(pending: Pending) -> Pending:
-    """Return a save that then adds torch's format to the checkpoint, on rank 0, one tensor at a time."""
+    """Return a save that completes the checkpoint, and then adds torch's format on rank 0, one tensor at a time."""
 
     def write(path: Location) -> None:
         write_torch_format(on_this_host(path), on_this_host(path))

@@ -25,7 +25,7 @@ _TAG = "$"
 
 
 def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
-    """Convert `value` to JSON. Its tensors are added to `tensors`, by their paths in `value` after `where`."""
+    """Convert `value` to JSON. Add its tensors to `tensors`, keyed by `where` and their paths in `value`."""
     if value is None or isinstance(value, bool | str):
         return value
     # `item()` of a long double returns itself.

@@ -88,7 +88,7 @@ def verify_checkpoint(path: str | Location) -> Verification:
 
 
 def verify_parts(path: str | Location) -> list[Verification]:
-    """Verify a checkpoint, or each part of one of several models, also inside a Trainer's `checkpoint-N`."""
+    """Verify a checkpoint of one model, or each part of a checkpoint of several, also in a Trainer's `checkpoint-N`."""
     directory = trainer_state(location(path))
     found = [verify_checkpoint(part) for part in part_paths(directory) or [directory]]
     problems = part_problems([(one.path, one.manifest) for one in found if one.manifest is not None])
@@ -96,7 +96,7 @@ def verify_parts(path: str | Location) -> list[Verification]:
 
 
 def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
-    """Read every byte of every `parts`-th data file of these kinds from number `part`, and return their problems."""
+    """Read every `parts`-th data file of these kinds, starting with number `part`, and return their problems."""
     names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
     return [problem for name in names[part::parts] for problem in problems_of_file(directory / name, manifest)]
 
@@ -112,7 +112,7 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 
 
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
-    """Return the problems that can be found without reading data: contradictions, and missing or short files."""
+    """Return the problems found without reading data: contradictory records, and missing or truncated files."""
     files = manifest.files
     if isinstance(directory, ObjectPath):  # one request is enough if all files are intact
         there = sizes_in(directory, files)

@@ -96,7 +96,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
 
 
 def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
-    """Return a directory unchanged, or for a hub name its directory in the cache, downloaded if necessary."""
+    """Return the path of a local directory, or of a hub model in the cache, downloaded if necessary."""
     path = local_path(name_or_path)
     if path.is_dir():
         return path

@@ -38,7 +38,7 @@ module of a group has a Typer named `app` instead."""
 
 
 class Commands(TyperGroup):
-    """A command group that imports the module of a subcommand only when it is used, to start in half the time."""
+    """A command group that imports the module of a subcommand only when it is used, which halves the startup time."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -24,7 +24,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
     path = local_path(path)
     if path.is_dir():
         what = f"{path} is a directory, but a configuration must be a file"
-        raise ConfigError(what, hint="pass the path of the file in the directory")
+        raise ConfigError(what, hint="pass the path of a file in it")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_NBYTES + 1)

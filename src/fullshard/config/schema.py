@@ -428,7 +428,7 @@ class RunConfig(Settings):
 
     @classmethod
     def of_paths(cls, values: Mapping[str, Any]) -> Self:
-        """Build a configuration from a mapping of paths (`group.name`) to values. Raise `SettingsError` if it fails."""
+        """Build a configuration from a mapping of paths (`group.name`) to values, or raise `SettingsError`."""
         groups: dict[str, Any] = {group: model(**settings_of(group, values)) for group, model in GROUPS.items()}
         return cls(**groups)
 

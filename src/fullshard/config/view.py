@@ -24,7 +24,7 @@ from fullshard.core.strategy import parse_strategy
 
 
 def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
-    """Return a field for the run's setting at `path`, with another `default` or `help`. `read` converts its value."""
+    """Return a field for a run's setting, with its own `default` and `help` if given. `read` converts its value."""
     setting = SETTINGS[path]
     bounds = {
         name: getattr(rule, name) for rule in setting.metadata for name in ("gt", "ge", "le") if hasattr(rule, name)

@@ -22,7 +22,7 @@ WIDTH = 110
 def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool = False) -> str:
     """Return the configuration as YAML, which `load_file` reads back unchanged.
 
-    `comments` adds descriptions. `only_changed` omits settings with default values, which are else commented out.
+    `comments` adds descriptions. `only_changed` omits default values, which are otherwise commented out.
     """
     lines = []
     if comments:

@@ -53,7 +53,7 @@ XLA_TRAINS = "it selects PyTorch/XLA, which requires the extra `fullshard[xla]`"
 
 
 def require_xla(what: str, otherwise: str) -> Settings:
-    """Raise an error if PyTorch/XLA, which reads the key itself, is unavailable. The hint suggests `otherwise`."""
+    """Refuse `what` if PyTorch/XLA is unavailable, and suggest `otherwise`. The adapter itself reads the key."""
     if (why := why_no_xla()) is not None:
         torch = ".".join(map(str, XLA_TORCH))
         hint = f"pip install 'fullshard[xla]' into a separate environment (torch {torch}), or {otherwise}"

@@ -57,7 +57,7 @@ def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
 
 
 def collected(compute: str, reduce: str, *, widens: bool) -> str:
-    """Return the dtype of the unsharded gradient until another is added: the parameter's if the sum casts its input."""
+    """Return the dtype of an unsharded gradient before others are added: `compute` if the reduction casts it."""
     return compute if widens and wider(compute, reduce) == reduce else reduce
 
 

@@ -47,7 +47,7 @@ def on_demand(
 
 
 def after_import(name: str, action: Action) -> None:
-    """Call `action(module)` when the module is imported, or now if it already is. This does not import it itself."""
+    """Call `action(module)` when the module is imported, or now if it already is. The module is not imported here."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)

@@ -101,7 +101,7 @@ JOURNAL = Journal()
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a journal (a file or a directory) in order. Skip other lines, such as one that was cut."""
+    """Yield the events of a journal (a file or a directory) in order. Skip other lines, such as truncated ones."""
     path = path / JOURNAL_NAME if path.is_dir() else path
     for line in read_lines(path) if path.exists() else ():
         try:

@@ -44,7 +44,7 @@ def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | N
 
 
 def count_kept(nbytes: Iterable[int], budget: int) -> int:
-    """Return how many of the first units in backward, which are kept for the shortest time, fit in `budget` bytes."""
+    """Return how many units can stay unsharded in `budget` bytes. `nbytes` are their sizes in backward order."""
     return sum(total <= budget for total in accumulate(nbytes))
 
 

@@ -50,7 +50,7 @@ PACKED_BLOCK_NUMEL = 256
 
 
 def packed_nbytes(numel: int, itemsize: int) -> int:
-    """Return the bytes of a message: the elements and, if `itemsize` is 1, their scales, each padded to 16 bytes."""
+    """Return the bytes of a message: elements and, if `itemsize` is 1, scales, each padded to a multiple of 16."""
     scales = 4 * -(-numel // PACKED_BLOCK_NUMEL) if itemsize == 1 else 0
     return round_up(itemsize * numel, 16) + round_up(scales, 16)
 

@@ -170,7 +170,7 @@ _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
 
 
 def parse_strategy(value: object) -> Strategy:
-    """Return the strategy with a name (any case, `-`, `_`, or a space) or code (1 to 5). Return a row unchanged."""
+    """Return the strategy with a name (any case, `-`, `_`, or a space) or code (1 to 5), or a `Strategy` unchanged."""
     if isinstance(value, Strategy):
         return value
     key = str(value).strip().upper().replace("-", "_").replace(" ", "_")

@@ -26,7 +26,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_sync(model: nn.Module) -> Iterator[None]:
-    """Enable gradient reduction inside the block, even inside `no_sync`. Earlier gradients are reduced as well."""
+    """Enable gradient reduction inside the block, even inside `no_sync`. Accumulated gradients are reduced, too."""
     with _reducing(model, reduces=True):
         yield
 

@@ -75,7 +75,7 @@ class EMA:
         if on_meta is not None:
             raise LifecycleError(f"EMA: {on_meta} is on the meta device and has no values to average", hint=_ANEW)
         weights = [_local(p).detach() for p in self._parameters]
-        # The eight bits of a bfloat16 cannot represent an update by a thousandth.
+        # bfloat16 has eight significant bits, too few for an update of one part in a thousand.
         wider = [torch.float32 if weight.dtype in _HALF else weight.dtype for weight in weights]
         placed = zip(weights, wider, strict=True)
         self._averages = [weight.to(device or weight.device, dtype, copy=True) for weight, dtype in placed]

@@ -141,7 +141,7 @@ class NonFiniteGuard(Extension):
         return flag
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Start to send this rank's flag to the other ranks, without waiting. It includes earlier backwards."""
+        """Start to send this rank's flag, which covers earlier backwards, to the other ranks, without waiting."""
         if used:
             self._announce()
         if self._is_early and (finding := self._find(p.name for p in self.model.parameters())):
@@ -220,7 +220,7 @@ class NonFiniteGuard(Extension):
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Handle non-finite gradients equally on all ranks: drop all gradients (`skip`) or raise `NonFiniteError`."""
+        """Handle non-finite gradients alike on all ranks: set all to None (`skip`) or raise `NonFiniteError`."""
         _left_out.discard(optimizer)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # set by a scaler: the optimizer's kernel skips the step

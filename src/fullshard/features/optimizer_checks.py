@@ -45,7 +45,7 @@ class OptimizerCheck(Extension):
     """Checks the optimizers that update one model's parameters."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if the optimizer needs complete tensors, or contiguous memory that a parameter lacks."""
+        """Refuse an optimizer that needs complete tensors, or contiguous memory for a parameter of several tensors."""
         adapter = adapter_of(optimizer)
         if not adapter.works_on_parts:
             _check_whole(type(optimizer))

@@ -18,7 +18,7 @@ class StopTogether(Extension):
         return bytes([STOPPING.is_wanted])
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Record the agreement to stop if any rank has asked for it, also along tensor-parallel axes."""
+        """Record that all ranks agree to stop if any has asked for it, also across tensor-parallel ranks."""
         is_wanted = bool(largest[0])
         for outer in self.model.outer_groups() if STOPPING.is_listened_to else ():
             flag = torch.tensor([is_wanted], dtype=torch.uint8, device=self.model.mesh.device)

@@ -17,7 +17,7 @@ _PREFIX = "fullshard-copies-"
 
 @contextlib.contextmanager
 def copies_directory() -> Iterator[dict[str, str]]:
-    """Make a directory in memory and yield the variables for ranks; none if the host has no such file system."""
+    """Create an in-memory directory for copies. Yield the ranks' variables for it, or none if that is impossible."""
     if not os.access(MEMORY, os.W_OK):
         yield {}
         return

@@ -28,7 +28,7 @@ _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem and an action that fixes it. Unless `is_wrong`, it only makes runs slower or more fragile."""
+    """A problem and an action that fixes it. If `is_wrong` is False, runs are only slower or more fragile."""
 
     text: str
     hint: str
@@ -178,7 +178,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield a finding for each problem in a trial run. The worst finding in `seen` is the most likely cause."""
+    """Yield a finding per problem in a trial run, and name the worst earlier one (`seen`) as the likely cause."""
     for name, outcome in trial.checks.items():
         if outcome.startswith("wrong"):
             yield Finding(f"{name}: {outcome}", "please report this with the output of `fullshard doctor --run --json`")

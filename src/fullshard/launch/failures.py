@@ -14,7 +14,7 @@ from fullshard.launch.worker import USER_ERROR
 
 
 def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, and its failure. Processes that the launcher `ended` count only if alone."""
+    """Return the rank that failed first, and its failure. Consider `ended` processes only if no others failed."""
     own = {rank: failure for rank, failure in failures.items() if failure.pid not in ended}
     return min((own or failures).items(), key=lambda item: order_of(item[1]))
 

@@ -97,7 +97,7 @@ class LaunchJob:
 def launch_local(
     module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 30.0
 ) -> int:
-    """Run `python -m module arguments...`, which calls `run_worker`, in `nproc` processes here; see `run_job`."""
+    """Run a module that calls `run_worker` in `nproc` processes on this host. Return the exit code of `run_job`."""
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     check_count(nproc)

@@ -34,7 +34,7 @@ class Membership:
         self._until = None
 
     def has_changed(self, result: RunResult, *, is_asked: bool) -> bool:
-        """Return whether this host's processes must restart with other hosts. `is_asked`: this host was told to end."""
+        """Return whether this host's processes must restart with other hosts. `is_asked` means it was told to end."""
         if is_asked:  # even if another host that was asked to end has ended first
             return False
         cause = self._client.root_cause

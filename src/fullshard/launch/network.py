@@ -19,7 +19,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, timeout_seconds: float) -> str:
-    """Return the address of `host`. Keep trying, because a starting cluster may not know it, or raise `ConfigError`."""
+    """Return the address of `host`. Retry, because a cluster may be starting, and raise `ConfigError` in the end."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -36,7 +36,7 @@ def resolve(host: str, timeout_seconds: float) -> str:
 
 
 def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
-    """Open a socket that listens only on `address`. Return None if it is another host's or in use, unless `must`."""
+    """Open a socket that listens only on `address`. Unless `must`, return None if it is in use or another host's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family)
@@ -51,7 +51,7 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with `address`, which Gloo needs, or None if the system does not provide it."""
+    """Return the name of the network interface with `address`, for Gloo, or None if the system does not provide it."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "linux":

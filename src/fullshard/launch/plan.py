@@ -49,7 +49,7 @@ class LaunchPlan:
         return self.per_host * self.launch.num_machines
 
     def handed_over(self) -> RunConfig:
-        """Return the configuration for the processes. It names the GPU, so that a process without one fails."""
+        """Return the configuration for the processes. On GPUs, it fixes the device, so that no process uses a CPU."""
         config = self.resolved.config
         if self.device != "cuda":
             return config
@@ -78,7 +78,7 @@ class LaunchPlan:
 def make_plan(
     line: CommandLine, readings: Sequence[Reading], environ: Mapping[str, str], *, elsewhere: bool = False
 ) -> LaunchPlan:
-    """Fill in unset values and check the plan. With `elsewhere`, the job runs on hosts with unknown devices."""
+    """Make and check the plan of a launch. `elsewhere` means that it runs on hosts whose devices are unknown."""
     said = resolve(readings)
     launch = said.config.launch
     if launch.is_elastic and elsewhere:

@@ -55,7 +55,7 @@ def below(pids: Iterable[int]) -> set[int]:
 
 
 def reap_orphans(spared: Collection[int]) -> None:
-    """Reap adopted processes that have ended, before there are too many, except those that other code waits for."""
+    """Reap adopted processes that have ended, so that they do not pile up. Leave those in `spared` to other code."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(ChildProcessError):  # there are no children
@@ -66,7 +66,7 @@ def reap_orphans(spared: Collection[int]) -> None:
 
 
 def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> None:
-    """Kill all running processes of a job but those in `spared`. Where orphans cannot be adopted, kill its `groups`."""
+    """Kill all processes of a job except those in `spared`. On systems other than Linux, kill its process groups."""
     if sys.platform != "linux":
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,7 +95,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 def descendants() -> list[int]:
-    """Return the descendants of this process that are not zombies. Only Linux can list them; else the list is empty."""
+    """Return this process's descendants that are not zombies. The list is empty on systems other than Linux."""
     children: dict[int, list[int]] = {}
     alive = set()
     for entry in Path("/proc").glob("[0-9]*"):

@@ -25,7 +25,7 @@ REACH_SECONDS = 30.0
 
 
 def open_store(address: str, port: int = 0) -> TCPStore:
-    """Open a store that listens only on `address`. Port 0 picks a free one. Raise `ConfigError` for a used port."""
+    """Open a store that listens only on `address`. Port 0 picks a free port. Raise `ConfigError` if it is in use."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listening = socket.create_server((address, port), family=family)

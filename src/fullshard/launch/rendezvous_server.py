@@ -328,7 +328,7 @@ class RendezvousServer(threading.Thread):
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
-        """Return whether a host's settings match; else refuse it, and the other host unless its processes run."""
+        """Return whether a host's settings match. If not, refuse it and the other host, unless that one is running."""
         peer.admitted = True
         given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
         for other in self._peers:
@@ -421,7 +421,7 @@ def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class RendezvousClient:
-    """A host's connection to the server. `hello` has `host`, `machine_rank`, and `same`, the values all must share."""
+    """A host's connection to the server. `hello` has `host`, `machine_rank` and `same` (values equal on all hosts)."""
 
     def __init__(
         self,
@@ -445,7 +445,11 @@ class RendezvousClient:
         self.address = where[0]  # of this host on the server's network, once connected
 
     def join(self, port: int) -> HostAssignment:
-        """Wait until all hosts are ready for the next attempt. `port` is that of this host's store, or 0."""
+        """Wait until all hosts are ready for the next attempt. `port` is the port of this host's store, or 0.
+
+        Raise `CommunicationError` if they do not join in time or the job has ended, or `ConfigError` if settings
+        differ.
+        """
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._start, self._refused, self.root_cause, self._done = None, None, None, False
@@ -486,7 +490,7 @@ class RendezvousClient:
             return self.root_cause
 
     def finish(self) -> RootCause | None:
-        """Report that this host's ranks have succeeded. Wait for the others, and return the cause if one fails."""
+        """Report that this host's ranks have succeeded. Wait for other hosts, and return the cause if one fails."""
         self._send("done")
         with self._changed:
             self._changed.wait_for(lambda: self._done or self.root_cause)

@@ -76,7 +76,7 @@ class Scene:
         self._stacks |= {pid: self._stack(pid) for pid in asked}
 
     def done_early(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Describe ranks (by process id) that exited with code 0 while others needed them, and their last action."""
+        """Describe the ranks that exited with code 0 while others needed them. `ranks` maps process ids to ranks."""
         text = ""
         for who, pid in self._named(self.done, ranks, world_size):
             text += f"{who} had already ended with exit code 0: it ran fewer steps than the others, or left its loop\n"

@@ -20,7 +20,7 @@ _UNFINISHED = ".unfinished-"
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Create a directory for this user, and remove it on exit. First remove those that killed processes have left."""
+    """Create a private directory, and remove it on exit. First remove directories left by killed processes."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(parent, prefix)
     # Rename it after locking, because another process could otherwise treat it as stale.

@@ -60,7 +60,7 @@ class RunRecord:
     events: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps for which the field `name` has a value, and the values (of values per rank, the largest)."""
+        """Return the steps for which the field `name` has a value, and the values: the largest if each rank has one."""
         found = []
         for step in self.steps:
             value = step.get(name)

@@ -250,7 +250,7 @@ def _working_on_scores(block: Block, job: Job, device: Device) -> int:
 
 
 def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Return the bytes of one score in softmax's output and as a factor of the values, or 0 if a kernel keeps none."""
+    """Return the bytes of a score in softmax's output and in the product with values, or 0 if none is stored."""
     way, width = what_runs(block, job, device), itemsize(job.compute_dtype)
     if way == "eager":
         return max(4, width) if block.float32_scores else width, width

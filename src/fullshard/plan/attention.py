@@ -73,12 +73,12 @@ def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = Fa
 
 
 def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
-    """Return the fraction of the peak FLOP/s of attention. `flash` is that for long sequences and heads of 128."""
+    """Return attention's fraction of the peak FLOP/s. `flash` is the fraction for long sequences and heads of 128."""
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 
 def what_runs(block: Block, job: Job, device: Device) -> Way:
-    """Return the kernel that PyTorch runs, by the module's table. A job without the flash kernel gets `sdpa`."""
+    """Return the kernel that PyTorch runs (see the module's table). Without the flash kernel, a job gets `sdpa`."""
     if job.attention == "eager":
         return "eager"
     has_flash = itemsize(job.compute_dtype) == 2 and device.has_bfloat16 and not device.is_cpu

@@ -127,7 +127,7 @@ class Dealing:
 
     @property
     def busiest_numel(self) -> int:
-        """The elements that the busiest rank of each exchange receives, and later sends, summed over exchanges."""
+        """The number of elements that the busiest rank of each exchange receives, and later sends, in all exchanges."""
         return sum(max(self.of_ranks(self.arriving, exchange)) for exchange in self.exchanges)
 
 

@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """The number of elements with adapters: two per byte of 4-bit weights, and none for scales."""
+        """The number of elements, including adapters. A byte of 4-bit weights counts as two, and scales as none."""
         elements = {"scale": 0, "matrix": 2}
         return sum(
             p.numel * p.tiles * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters
@@ -174,7 +174,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
 
 
 def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
-    """Predict a job that keeps as many units unsharded as fit into `budget` bytes, or those that the strategy keeps."""
+    """Predict a job. As many units as fit in `budget` bytes, or those that the strategy keeps, stay unsharded."""
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
@@ -401,7 +401,7 @@ _SHORT = 8192
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Return a change that doubles the devices until the plan fits, if any. Its cost is in device time per token."""
+    """Return a change to 2, 4, ... times the devices if one makes the plan fit. Its cost is device time per token."""
     for times in (2, 4, 8, 16, 32, 64):
         count = plan.cluster.count * times
         hosts = max(plan.cluster.hosts, -(-count // plan.cluster.device.per_host))

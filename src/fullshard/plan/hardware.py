@@ -237,7 +237,7 @@ class Cluster:
     device: Device
     count: int
     hosts: int
-    shares_memory: bool = True  # whether ranks on the CPUs of one host do, which FULLSHARD_COMM=gloo turns off
+    shares_memory: bool = True  # whether ranks on one host's CPUs share memory (not if FULLSHARD_COMM=gloo)
 
     @property
     def per_host(self) -> int:

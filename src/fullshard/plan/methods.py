@@ -139,7 +139,7 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 
 
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
-    """Return the form in which fullshard stores a quantised weight, or an empty string if fullshard does not."""
+    """Return the form in which fullshard stores a quantised weight, or "" if fullshard does not quantise it."""
     is_matrix = _is_matrix(model, unit, parameter)
     if not _is_reached(parameter, is_matrix=is_matrix):
         return ""
@@ -160,7 +160,7 @@ def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) ->
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:
-    """Yield the tensors in which bitsandbytes stores a weight of 4 bits, with one-byte scales and scales of scales."""
+    """Yield the tensors in which bitsandbytes stores a 4-bit weight: packed values, scales, and scales of scales."""
     scales = math.ceil(weight.numel / NF4_BLOCK)
     packed = dataclasses.replace(weight, shape=(math.ceil(weight.numel / 2), 1), dtype="uint8", exact=True)
     yield packed

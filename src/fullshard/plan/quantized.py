@@ -15,7 +15,7 @@ _FEW = 16
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter stacks several matrices, such as experts, along its own dim or (DBRX) its rows."""
+    """Return whether a parameter stacks several matrices, such as experts, in a dim of its own or (DBRX) in rows."""
     *modules, attribute = name.lower().split(".")
     if len(shape) == 2:
         return "experts" in modules and attribute != "weight" and "bias" not in attribute
@@ -101,7 +101,7 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Raise `ConfigError` if most of a model to quantise was not, except tables and excluded parameters."""
+        """Raise `ConfigError` if most of the weights to quantise, without tables and excluded ones, are unquantised."""
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
                 f"the model was supposed to be quantised, but {self.said}",

@@ -15,7 +15,7 @@ class Route(Enum):
 
     @staticmethod
     def of(ranks: int, *, on_cpu: bool, per_host: int | None) -> Route:
-        """Return how `ranks` ranks communicate. `per_host` of them are on one host, or None without shared memory."""
+        """Return how `ranks` ranks communicate, of which `per_host` are on one host, or None without shared memory."""
         if ranks == 1:
             return Route.NONE
         if not on_cpu:

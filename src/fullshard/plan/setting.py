@@ -53,7 +53,7 @@ class PlanSetting:
         return 0 if self.route.shares_memory else unit.coded_nbytes
 
     def collected_dtype(self, bucket: CountedBucket) -> str:
-        """Return the dtype in which a bucket's gradient is collected: that of the sum if it is added to before."""
+        """Return the dtype in which a bucket's gradient is collected: the sum's if several micro-batches are added."""
         is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
         return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.route.widens and not is_added_to)
 

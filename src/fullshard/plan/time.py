@@ -248,7 +248,7 @@ class _Clock:
         return self.copied[way]
 
     def _collective(self, nbytes: int, ranks: int, *, after: float = 0.0) -> float:
-        """Return when an all-gather or reduce-scatter over `ranks` ranks of the shard group will be complete."""
+        """Return when an all-gather or reduce-scatter over `ranks` ranks ends if issued now, or at `after` if later."""
         stride = self.setting.job.tp * (self.setting.layout.shard_size // ranks)
         return self._send(nbytes, ranks, stride=stride, times=1, after=after)
 
@@ -286,7 +286,7 @@ class _Clock:
         return self._on_wire(inside, across, times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY, after)
 
     def _on_wire(self, inside: float, across: float, latency: float, after: float = 0.0, *, ago: float = 0.0) -> float:
-        """Return when a message with these seconds per kind of link will arrive, issued `ago` seconds before now."""
+        """Return when a message that takes these seconds on each kind of link arrives, if issued `ago` seconds ago."""
         seconds = max(inside, across) + latency
         self.communication += seconds
         if self.cluster.device.is_cpu and not across:

@@ -45,7 +45,7 @@ _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 
 
 def forward_flops(unit: UnitShape, job: Job, *, load: float = 1.0) -> float:
-    """Return the FLOP of one unit's forward without attention. `load` is that of this rank's experts (`Job.load`)."""
+    """Return the FLOP of one unit's forward without attention. `load` is the load of this rank's experts."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -153,7 +153,7 @@ def loss_seconds(setting: PlanSetting) -> float:
 
 
 def head_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of a tied head for one micro-batch, which `forward_flops` does not count, or 0."""
+    """Return the FLOP of a tied head, which `forward_flops` does not count, for one micro-batch. Otherwise 0."""
     return 2.0 * model.vocab * model.hidden * job.tokens if model.tied else 0.0
 
 
@@ -186,7 +186,7 @@ def backward_factor(unit: UnitShape) -> float:
 
 
 def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
-    """Return the seconds in which selective checkpointing recomputes attention that no single kernel computes."""
+    """Return the seconds for which selective checkpointing recomputes attention, which are 0 for fused kernels."""
     if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
         return 0.0
     passes = 0.0 if device.is_cpu else passes_over_scores(block, job, device)[0] * job.tokens / device.memory_speed
@@ -220,7 +220,7 @@ def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
-    """Return the fraction of a layer's forward FLOP that recomputation saves if nothing needs its last product."""
+    """Return the fraction of a layer's forward FLOP that recomputation saves by skipping an unneeded last product."""
     block = unit.block
     matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
     is_read = any("post_feedforward" in p.name for p in unit.parameters)

@@ -162,7 +162,7 @@ def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, 
 
 
 class PackedSequences:
-    """Splits tokens into sequences of length L: number i has the tokens [i*L, (i+1)*L), and targets one token later."""
+    """Splits tokens into sequences of length L. Sequence i has tokens [i*L, (i+1)*L), and targets shifted by one."""
 
     def __init__(self, tokens: npt.NDArray[Any], seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len

@@ -176,7 +176,7 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
 
 
 def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
-    """Load the data for training, and for evaluation or None, with only the columns to train on."""
+    """Load the training data and the evaluation data (None if there is none), with only the columns to train on."""
     script, training, path = arguments.script, arguments.training, Path(arguments.script.dataset_name)
     files = {"data_files": str(path)} if path.is_file() else {}
     try:

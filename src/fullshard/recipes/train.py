@@ -451,7 +451,7 @@ def look_ahead(arguments: TrainArguments) -> list[Location]:
 
 
 def require_same_run(paths: Sequence[Location], arguments: TrainArguments, checksum: int) -> None:
-    """Raise an error if the first checkpoint in `paths` has other data or settings. Rank 0 calls this first."""
+    """Raise an error if the first checkpoint in `paths` has other data or settings. Rank 0 calls it before writing."""
     if not paths:
         return
     path, extra = paths[0], read_manifest(paths[0]).states.get("extra")

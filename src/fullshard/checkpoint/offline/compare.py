@@ -12,7 +12,7 @@ from fullshard.checkpoint.offline.source import Kind, Source, chunks
 
 
 class Difference(NamedTuple):
-    """A difference in one tensor. `max_abs`, between values, is infinity if only one of them is NaN."""
+    """A difference in one tensor. `max_abs` is the largest between two values, or infinity if only one is NaN."""
 
     kind: Kind
     name: str

@@ -75,7 +75,7 @@ class StoredObject:
 
 
 def read_metadata(directory: Path) -> list[StoredObject]:
-    """Return the entries of a DCP directory. Raise `CheckpointError` if they are damaged or could run code."""
+    """Return the entries of a DCP directory. Raise `CheckpointError` if they are damaged or unsafe to unpickle."""
     path = directory / METADATA_NAME
     try:
         nbytes_inside(path)

@@ -20,7 +20,7 @@ def open_native(path: Location) -> Source:
     if problems := quick_problems(path, manifest):
         raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in {MANIFEST_NAME, *manifest.files})
-    notes = [f"{name}: {'for other programs' if is_for_others(name) else 'no part of it'}" for name in others]
+    notes = [f"{name}: {'for other programs' if is_for_others(name) else 'not part of it'}" for name in others]
     held = manifest.parameters, manifest.buffers, manifest.optimizer, manifest.states
     contents = Contents(*held, manifest=manifest, notes=notes)
     readers = Readers(path, manifest)

@@ -21,7 +21,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A flattened tensor that begins at position `offset` of several 1-D tensors, one after the other."""
+    """A flattened tensor that is stored in consecutive 1-D tensors, and begins at position `offset` in them."""
 
     shape: tuple[int, ...]
     parts: Sequence[torch.Tensor]
@@ -45,7 +45,7 @@ class Pieces:
 
 
 def open_torch_state(title: str, path: Path, *, optimizer: Path | bool = True, notes: Sequence[str] = ()) -> Source:
-    """Open a file of `torch.save`: a state dict, perhaps under `model` and beside an optimizer's.
+    """Open a `torch.save` file with a state dict, or with a dict of a model's and perhaps an optimizer's state.
 
     `optimizer` is the path of a separate file with the optimizer's state, or whether to open that state.
     """

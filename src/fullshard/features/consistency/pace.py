@@ -35,7 +35,7 @@ class RankPace:
 
 
 def usual_computing(paces: Sequence[RankPace]) -> float:
-    """Return the median computing time of the ranks in seconds, or the smaller of the two middle values."""
+    """Return the median computing time in seconds: for an even number of ranks, the smaller of the middle two."""
     return statistics.median_low(pace.computing for pace in paces)
 
 

@@ -216,7 +216,7 @@ def _own(one: _Locals | None, tensor: Any) -> Any:
 
 
 def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return views if they are intervals of the flattened tensor, or else read-only copies (`WholeCopy`)."""
+    """Run a view kernel. Return views if they are intervals of the flattened tensor, or else read-only copies."""
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and first_sharded((args[1:], kwargs)) is None:
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)

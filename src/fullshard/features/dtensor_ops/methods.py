@@ -286,7 +286,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Reduce the gradient of a replicated tensor, which may be partial, in a collective."""
+    """Reduce the gradient of a replicated tensor. If it has partial placements, add them up. This is a collective."""
     if not isinstance(gradient, DTensor):
         return _reduce(gradient, spec)
     is_own = all(placement.is_replicate() for placement in gradient.placements)
@@ -296,7 +296,10 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
-    """Reduce a gradient, or with `of_interval` this rank's part, to the mean over ranks or by the script's divisor."""
+    """Average a gradient over the ranks, or divide the sum by the script's divisor. This is a collective.
+
+    If `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.
+    """
     mesh, group = spec.mesh, spec.mesh.world_group
     divisor = float(mesh.world_size) if spec.reduction is None else spec.reduction.divisor
     if of_interval and mesh.shard_size > 1:

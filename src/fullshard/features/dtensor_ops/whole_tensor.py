@@ -57,7 +57,7 @@ class WholeTensor(_Whole):
 
     @classmethod
     def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
-        """Return `whole`, which was computed from tensors that are sharded as in `spec`, as a `WholeTensor`."""
+        """Return `whole` as a `WholeTensor`. It was computed from tensors that are sharded as in `spec`."""
         self: WholeTensor = torch_private.wrap(cls, whole, torch_private.layout_from(dtensor_of(whole, spec)))
         self.spec = spec
         return self
@@ -190,7 +190,7 @@ class WholeCopy(_Whole):
         return map_arguments(result, DTensor, lambda view: WholeCopy.of(view, copies[0]))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Check that the copy is valid, because no kernel runs that would do so, and return the local tensor."""
+        """Return the local tensor. First check that the copy is valid, because no kernel does so here."""
         self.check_is_current()
         return super().to_local(grad_placements=grad_placements)
 

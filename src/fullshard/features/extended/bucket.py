@@ -110,7 +110,7 @@ class ExtendedBucket(Bucket):
         return self.buffer.whole_nbytes
 
     def write_back(self) -> None:
-        """Raise an error if the unsharded parameter has changed, because no change can be converted back to rows."""
+        """Raise an error if the unsharded parameter has changed, because changes cannot be converted back to rows."""
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
@@ -120,7 +120,7 @@ class ExtendedBucket(Bucket):
             )
 
     def make_gradient(self) -> None:
-        """Prepare the bucket to collect gradients. No check finds out here whether forward has replaced the data."""
+        """Prepare to collect gradients. Unlike in other buckets, data that forward has replaced cannot be detected."""
         self.gradient = Gradient(self, self.sharded_parameters, storage_id=None)
         self.has_gradient = True
 

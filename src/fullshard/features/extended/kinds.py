@@ -83,7 +83,7 @@ class Composed(Extended):
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter on the meta device that describes the given one, and that is of the same class."""
+        """Return a parameter on the meta device that describes the given one and has the same class."""
         return nn.Parameter(parameter.detach(), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Composed(Extended):
 
 
 class LateProtocol(Extension):
-    """Detects `p._local_tensor.fsdp_pre_all_gather = ...` after sharding, which only torch's engine would look up."""
+    """Detects `p._local_tensor.fsdp_pre_all_gather = ...` after sharding, when only torch's engine would use it."""
 
     _sharded: tuple[ShardedParameter, ...] = ()
 

@@ -39,7 +39,7 @@ def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace sharded parameters with plain ones until `take_back`, but not in closures. Return `step`'s arguments."""
+    """Replace sharded parameters with plain ones until `take_back`, except in closures. Return `step`'s arguments."""
     take_back(optimizer)  # in case an earlier step failed
     lent: list[tuple[list[Any], int, ShardedParameter]] = []
     for group in optimizer.param_groups:

@@ -39,7 +39,7 @@ class WeightSource(Values, Protocol):
         """Return whether `read` can supply the values of this parameter."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module whose values the source defines without storing them, or else return False."""
+        """Initialise a module if the source defines its values without storing them, or else return False."""
 
 
 def weight_source(model: nn.Module) -> WeightSource | None:

@@ -85,7 +85,7 @@ class StandIns:
         )
 
     def settle(self) -> None:
-        """Make the parameters that the modules hold now the unit's originals. Raise an error if one does not fit."""
+        """Adopt the modules' current parameters as the unit's originals. Refuse other shapes, dtypes or lost hooks."""
         for slot, stand_in in self.entries:
             held, original = _held(slot), slot.parameter
             if (held.shape, held.dtype) != (original.shape, original.dtype):

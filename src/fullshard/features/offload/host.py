@@ -95,7 +95,7 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Return whether host and device have the same type, so that a tensor's device does not tell them apart."""
+        """Return whether host and device have the same type, so that a tensor's device does not show where it is."""
         return self._place.type == self._device.type
 
     def is_there(self, tensor: torch.Tensor) -> bool:
@@ -103,7 +103,7 @@ class Host:
         return tensor.device.type == self._place.type
 
     def copy_of(self, flat: torch.Tensor, *, to_host: bool) -> torch.Tensor:
-        """Copy a 1-D tensor on the compute stream. A copy on the host must not be read before `finish`."""
+        """Copy a 1-D tensor to the host or device on the compute stream. Do not read a host copy before `finish`."""
         return self._like(flat, on_host=to_host).copy_(flat, non_blocking=self._pins)
 
     def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:

@@ -29,7 +29,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host: Host, way: EventKind) -> None:
-    """Copy state that is kept on the host but updated on the device to the device, or back to the host."""
+    """Copy optimizer state that is updated on the device but kept on the host to the device or back (`way`)."""
     visiting = {bucket for bucket in buckets if bucket.plan.state_visits_device}
     if not visiting:
         return

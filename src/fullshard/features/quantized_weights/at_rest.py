@@ -290,7 +290,7 @@ class Coded(ParameterKind):
         return kind_of(parameter, beneath=self).why_not(parameter)
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Raise an error if a marked weight is trained, if its blocks are split, or if the kind beneath raises one."""
+        """Refuse marked weights that are trainable or whose blocks are split. The kinds beneath check their own."""
         trained = {id(slot.parameter) for slot in slots if slot.parameter.requires_grad}
         if trained:
             raise WrapError(

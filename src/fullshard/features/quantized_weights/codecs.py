@@ -23,7 +23,7 @@ _FP8_MAX = 448.0
 
 
 class Codec:
-    """Base class of codecs, which encode values in one form. Parts are flat, in the order of `StoredForm.parts`."""
+    """Base class of codecs for one form. Parts are flat tensors in the order of `StoredForm.parts`."""
 
     def __init__(self, form: StoredForm) -> None:
         self.form = form

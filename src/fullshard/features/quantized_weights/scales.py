@@ -142,7 +142,7 @@ def _not_quantised(path: str, module: nn.Module) -> WrapError:
 
 
 def outline(model: nn.Module) -> None:
-    """Give weights on the meta device that bitsandbytes will quantise the shape and the scales that they will have."""
+    """Give meta weights that bitsandbytes will quantise the shape and the scales that they will have then."""
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
         if is_to_be_quantised(weight) and weight.is_meta:

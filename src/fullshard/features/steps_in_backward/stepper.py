@@ -117,7 +117,7 @@ def _first_shared(models: Iterable[StepsInBackward], held: set[int], stepper: St
 
 
 def anything_steps_in_backward() -> bool:
-    """Return whether any optimizer was set to step in backward. The launcher warns at the end if none was."""
+    """Return whether any optimizer was set to step in backward, so that the launcher can warn if none was."""
     return _was_asked_for[0]
 
 

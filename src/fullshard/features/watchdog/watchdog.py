@@ -333,7 +333,7 @@ class Watchdog(Watcher):
         return True
 
     def _given_up_elsewhere(self) -> str:
-        """Return why another rank of these groups gave up, or "". Waits in shared memory do not notice this."""
+        """Return why another rank of these groups gave up, or "", because waits in shared memory do not notice it."""
         text = torch_private.default_store().get(_GIVEN_UP).decode()
         rank = int(text.split()[1]) if text else dist.get_rank()
         is_near = any(rank in dist.get_process_group_ranks(group) for group in list(self.groups))

@@ -211,7 +211,7 @@ class ShardedTraining:
             raise ConfigError(
                 f"{type(self).__name__} generates its batches, which sequence and context parallelism do not support: "
                 "the ranks of a group would generate different texts",
-                hint="leave sp_size and cp_size out of parallelism_config and of the launcher's settings",
+                hint="remove sp_size and cp_size from parallelism_config and from the launcher's settings",
             )
         is_whole = self._needs_whole_sequences or inputs.get("labels") is None
         if axes.sp_size > 1:
