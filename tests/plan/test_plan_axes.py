@@ -177,8 +177,8 @@ AUTOMODEL = "NeMo Automodel, performance summary of 2026-06, Transformer Engine 
 ULYSSES = "Hugging Face's article on Ulysses of 2026-03 (ZeRO-3, FlashAttention 2), as others quote it"
 _RING = {"compile": True, "checkpointing": "full"}
 _EXPERTS = {"seq_len": 4096, "ep_imbalance": 1.0, "loss": "kernel", "compile": True, "strategy": "SHARD_GRAD_OP"}
-_UNEVEN = "the published run takes 2.4 times as long for twice the length, as if its causal mask were not balanced"
-_DEEPEP = "DeepEP sends a token once per rank, not once per expert; TE's attention is faster than version 2"
+_UNEVEN = "each block of attention after the first takes 1.7 times as long as it (docs/planning.md)"
+_DEEPEP = "DeepEP sends a token once per rank, TE's attention is faster than version 2 (docs/planning.md)"
 ROWS = [
     Row("8B, 2 x 64k", "Llama-3.1-8B", "8xH100", {**_RING, "cp": 2, "seq_len": 65536}, 2540),
     Row("8B, 4 x 128k", "Llama-3.1-8B", "8xH100", {**_RING, "cp": 4, "seq_len": 131072}, 1071, reason=_UNEVEN),

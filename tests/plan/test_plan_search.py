@@ -5,6 +5,7 @@ pytest tests/plan/test_plan_search.py
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -78,26 +79,67 @@ def everything(model: ModelShape, job: Job, cluster: Cluster, *, tries_all: bool
             yield plan
 
 
+def shortened(model_name: str, devices: str, job: Job) -> tuple[ModelShape, Cluster]:
+    """A model of seven layers, and devices with less memory."""
+    (model, _), cluster, layers = load_model(model_name), parse_cluster(devices), 7
+    share = (model.numel - model.root.numel) * layers / len(model.blocks) / model.numel + model.root.numel / model.numel
+    model = dataclasses.replace(model, units=(*model.units[:layers], model.root))
+    # Of a very long sequence one layer alone needs most of it.
+    memory = round(cluster.device.memory * (min(1.0, 2 * share) if job.seq_len < 2**17 else 1.0))
+    return model, dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in SITUATIONS]
 )
 def test_no_combination_is_faster(name: str) -> None:
     """By more than 2 %. Layers are taken away, so that there is time for thousands of plans."""
     model_name, devices, values = SITUATIONS[name]
-    model, _ = load_model(model_name)
-    cluster, job = parse_cluster(devices), Job.of(values)
-    layers = 7
-    share = (model.numel - model.root.numel) * layers / len(model.blocks) / model.numel + model.root.numel / model.numel
-    model = dataclasses.replace(model, units=(*model.units[:layers], model.root))
-    # Of a very long sequence one layer alone needs most of it.
-    memory = round(cluster.device.memory * (min(1.0, 2 * share) if job.seq_len < 2**17 else 1.0))
-    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
+    job = Job.of(values)
+    model, cluster = shortened(model_name, devices, job)
     found = search(model, job, cluster)[0]
     plans = everything(model, job, cluster, tries_all=name in WITH_WHAT_COSTS_NOTHING)
     best = max(plans, key=lambda plan: plan.time.tokens_per_second)
     speeds = found.time.tokens_per_second, best.time.tokens_per_second
     print(f"{name}: found {speeds[0]:.0f}, best {speeds[1]:.0f}: {best.job.model_dump(exclude_defaults=True)}")
     assert speeds[0] >= 0.98 * speeds[1]
+
+
+DIVIDED: dict[str, tuple[str, str, int]] = {
+    "experts, many hosts": ("gpt-oss-120b", "64xH100", 8192),
+    "small experts": ("Qwen3-30B-A3B", "16xH100", 4096),
+    "64k": ("Llama-3.1-8B", "16xH100", 65536),
+    "256k": ("Llama-3.1-8B", "8xH100", 262144),
+    "experts, 128k": ("Qwen3-30B-A3B", "16xH200", 131072),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if number else []) for number, name in enumerate(DIVIDED)]
+)
+def test_no_groups_are_faster(name: str) -> None:
+    """Every size of groups that share sequences and experts, one by one, with little else to choose."""
+    model_name, devices, tokens = DIVIDED[name]
+    fixed: dict[str, Any] = {"seq_len": tokens, "optimizer": "adamw-fused", "loss": "fused", "wrap_embeddings": True}
+    fixed |= dict.fromkeys(("offload", "offload_main_weights", "offload_optimizer_state", "offload_activations"), False)
+    fixed |= {"step_in_backward": False, "reshard_after_forward": "strategy"}
+    job = Job.of(fixed)
+    model, cluster = shortened(model_name, devices, job)
+    found = search(model, job, cluster, fixed=fixed)[0]
+    ranks = [2**power for power in range(7)]
+    shared = [("cp", size) for size in ranks] + [("sp", size) for size in ranks[1:]]
+    strategies, kinds = ("FULL_SHARD", "SHARD_GRAD_OP"), ("none", "selective", "full")
+    best = 0.0
+    for (axis, size), ep, strategy, kind, batch in itertools.product(shared, ranks, strategies, kinds, ranks):
+        if (size == 1 or tokens >= 32768) and batch <= (size if size > 1 else 64):
+            values = {axis: size, "ep": ep, "micro_batch": batch, "accumulation": size // batch if size > 1 else 1}
+            with contextlib.suppress(ConfigError):
+                plan = evaluate(
+                    model, Job.of({**fixed, **values, "strategy": strategy, "checkpointing": kind}), cluster
+                )
+                best = max(best, plan.time.tokens_per_second if plan.is_within(MARGIN) else 0.0)
+    print(f"{name}: found {found.time.tokens_per_second:.0f}, best {best:.0f}: {found.job.axes}")
+    assert found.time.tokens_per_second >= 0.98 * best > 0
 
 
 @pytest.mark.full

@@ -3,9 +3,9 @@
 The search covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that
 save memory, alone and combined. These are the loss in chunks, stepping in backward, embeddings as units, and offloading
 activations, optimizer state, main weights or everything. For the best plans, the search also tries to keep units
-unsharded after forward. With FULL_SHARD, it also divides sequences of 32k tokens and more (context and sequence
-parallelism), shorter ones if nothing else fits, and experts (expert parallelism). Fused optimizers are always used on
-accelerators, because they are never slower and never take more memory.
+unsharded after forward. With FULL_SHARD and SHARD_GRAD_OP, it also divides sequences of 32k tokens and more (context
+and sequence parallelism), shorter ones if nothing else fits, and experts (expert parallelism). Fused optimizers are
+always used on accelerators, because they are never slower and never take more memory.
 
 Most options that save memory cost time. The search therefore starts without them, and always looks at the fastest
 candidate first. If a candidate does not fit, it is replaced by candidates that each use one more of these options.
@@ -49,8 +49,10 @@ _SAVING: Mapping[str, Mapping[str, Any]] = {
     "all": {"offload": True},
 }
 """Options that save memory, in addition to sharding and checkpointing."""
-_ONE_OF = frozenset({"state", "main", "all"})
-"""Each of these options includes the previous one."""
+_ONE_OF = frozenset({"step", "state", "main", "all"})
+"""Options of which at most one is used. Of the last three, each includes the previous one."""
+_WITH_AXES = ("FULL_SHARD", "SHARD_GRAD_OP")
+"""Strategies with which sequences and experts are divided."""
 _LONG = 32768
 """Tokens of a sequence from which on it is divided among ranks even if it fits."""
 _FEW = 3
@@ -172,14 +174,11 @@ class _Search:
         kinds = ("none", "full") if job.compile else ("none", "selective", "full")
         loss = {} if "loss" in fixed else {"loss": "eager"}
         for axes, mesh in itertools.product(self._axes(), _meshes(self._cluster, job, fixed)):
-            if axes and "strategy" not in fixed and mesh["strategy"] != "FULL_SHARD":
+            if axes and "strategy" not in fixed and mesh["strategy"] not in _WITH_AXES:
                 continue  # the others save little time where memory is short
-            sequences = job.micro_batch * job.accumulation * math.prod(axes.get(axis, 1) for axis in ("cp", "sp"))
-            sizes = [size for size in _MICRO_BATCHES if size <= sequences or sequences == 1]
             for checkpointing in (job.checkpointing,) if "checkpointing" in fixed else kinds:
                 more = {"checkpointing": checkpointing, "reentrant": job.reentrant and checkpointing == "full"}
-                for size in sizes:
-                    batch = {"micro_batch": size, "accumulation": max(1, sequences // size)}
+                for batch in self._batches(axes):
                     candidate = self._candidate({**axes, **mesh, **loss, **more, **batch}, frozenset())
                     if candidate is None:
                         continue
@@ -198,29 +197,41 @@ class _Search:
             ]
         return [axes for number, axes in enumerate(found) if axes not in found[:number]]
 
-    def _best_sizes(self, kind: str, beside: Mapping[str, int]) -> Iterator[dict[str, int]]:
-        """Yield the sizes of one kind of group that are fastest with selective and with full checkpointing.
+    def _best_sizes(self, kind: str, beside: Mapping[str, int]) -> list[dict[str, int]]:
+        """Return the two sizes of one kind of group that are the fastest.
 
-        Only sizes that fit with a loss in chunks are compared. If none does, yield the one that needs the least memory.
+        Only plans that fit with a loss in chunks and embeddings as units are compared. If there are none, return the
+        size that needs the least memory.
         """
         ranks = groups_of(self._cluster, self._job.tp)[0]
         sizes = [2**power for power in range(1, 7) if ranks % 2**power == 0]
-        way: dict[str, Any] = {"micro_batch": 1}
-        way |= {} if "strategy" in self._fixed else {"strategy": "FULL_SHARD", "shard_size": None}
-        saving = frozenset({"chunks"} & {*self._saving})
-        for checkpointing in ("selective", "full"):
-            each = [{**beside, kind: size, **way, "checkpointing": checkpointing} for size in sizes]
-            known = [candidate for values in each if (candidate := self._candidate(values, saving)) is not None]
-            fitting = [candidate for candidate in known if self._may_fit(candidate.needed)]
-            if fitting or (known and checkpointing == "full"):
-                best = min(fitting) if fitting else min(known, key=lambda candidate: candidate.needed)
-                yield {**beside, kind: best.way[kind]}
+        ways = [{}] if "strategy" in self._fixed else [{"strategy": name, "shard_size": None} for name in _WITH_AXES]
+        saving = frozenset({"chunks", "embeddings"} & {*self._saving})
+        known = list[_Candidate]()
+        for way, checkpointing, size in itertools.product(ways, ("none", "selective", "full"), sizes):
+            for batch in self._batches({**beside, kind: size}):
+                values = {**beside, kind: size, **way, **batch, "checkpointing": checkpointing}
+                candidate = self._candidate(values, saving)
+                known += [candidate] if candidate is not None else []
+                if candidate is None or not self._may_fit(candidate.needed):
+                    break
+        fitting = sorted(candidate for candidate in known if self._may_fit(candidate.needed))
+        least = sorted(known, key=lambda candidate: candidate.needed)[:1]
+        best = dict.fromkeys(candidate.way[kind] for candidate in fitting or least)
+        return [{**beside, kind: size} for size in list(best)[:2]]
+
+    def _batches(self, axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+        """Yield the micro-batches that are tried, the smallest first, for the same number of sequences per step."""
+        job = self._job
+        sequences = job.micro_batch * job.accumulation * math.prod(axes.get(axis, 1) for axis in ("cp", "sp"))
+        for size in _MICRO_BATCHES:
+            if size <= sequences or sequences == 1:
+                yield {"micro_batch": size, "accumulation": max(1, sequences // size)}
 
     def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
         """Return whether a candidate can fit when all compatible memory-saving options are added."""
-        on_host = [name for name in self._saving if name in _ONE_OF][-1:]
-        most = frozenset(self._saving) - _ONE_OF
-        fullest = (self._candidate(way, options) for options in (most - {"step"} | {*on_host}, most))
+        most, last = frozenset(self._saving) - _ONE_OF, [name for name in self._saving if name in _ONE_OF][-1:]
+        fullest = (self._candidate(way, most | options) for options in ({*last}, {"step"} & {*self._saving}))
         known = [candidate for candidate in fullest if candidate is not None]
         return not known or any(self._may_fit(candidate.needed) for candidate in known)
 
