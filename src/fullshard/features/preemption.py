@@ -11,7 +11,7 @@ from fullshard.engine.extension import Extension
 
 
 class StopTogether(Extension):
-    """Shares each rank's request to stop in the message that ranks exchange at the end of a backward."""
+    """Shares each rank's request to stop in the message that ranks exchange at the end of a backward pass."""
 
     def message(self) -> bytes:
         """Return one byte, which is 1 if this rank requests a stop."""

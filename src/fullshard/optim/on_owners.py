@@ -140,7 +140,7 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a copy of nested state with names for the tensors, and store the tensors in `tensors` by name."""
+    """Return a copy of nested state in which names replace the tensors, and store the tensors in `tensors` by name."""
     if isinstance(value, torch.Tensor):
         tensors[path.removesuffix("/")] = value
         return {"tensor": path.removesuffix("/")}

@@ -56,7 +56,7 @@ class DesyncDetection(Extension):
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
     def absorbed(self, earlier: Extension) -> None:
-        """Add the number of loads of a model that became part of this one."""
+        """Add the load count of a model that became part of this one."""
         self._loads += cast("DesyncDetection", earlier)._loads
 
     def loaded(self, unit: Unit) -> None:
