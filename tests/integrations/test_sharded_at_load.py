@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
+from fullshard.api import Accelerator
 from fullshard.core.errors import ConfigError
 from fullshard.integrations.transformers.at_load import load_sharded, replace_from_pretrained
 from tests.differential import CLOSE, TOLERANCE
@@ -114,6 +115,9 @@ def check_gradients(path: str, sizes: dict[str, int]) -> None:
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model: Any = load_sharded(type(plain), path, sizes, dtype=torch.float32)
     assert model.config.name_or_path == path
+    if sizes.get("tp_size", 1) > 1:
+        with pytest.raises(ConfigError, match=r"2 ranks share each layer of .*, but would get different batches"):
+            Accelerator(cpu=True).prepare(model)
     for one in (plain, model):
         one(input_ids=tokens, labels=tokens).loss.backward()
     for name, parameter in plain.named_parameters():

@@ -309,7 +309,8 @@ class Accelerator(Loaders, Reporting):
                 repoint(optimizer.optimizer)
                 self._step_in_backward(optimizer.optimizer)
         if is_sharded(model):
-            adopt(model, self._config, self.autocast_handler, self.device)
+            tiles = self._tensor_parallel_size
+            adopt(model, self._config, self.autocast_handler, self.device, tiles=tiles)
             self._remember(model, self._models)
         self._tell_listeners()
         return model

@@ -126,10 +126,18 @@ def shard(
     return model
 
 
-def adopt(model: nn.Module, settings: RunConfig, autocast: AutocastKwargs, device: torch.device) -> None:
-    """Run the forward of a model that others have sharded under autocast. Refuse settings that come too late for it."""
+def adopt(model: nn.Module, settings: RunConfig, autocast: AutocastKwargs, device: torch.device, *, tiles: int) -> None:
+    """Run the forward of a model that others have sharded under autocast. Refuse settings that come too late for it.
+
+    `tiles` is the number of ranks that get the same batch because they share each split layer.
+    """
     if _HAS_SETTINGS in model.__dict__:
         return
+    if (split := getattr(model, "_tp_size", None) or 1) not in (1, tiles):
+        raise ConfigError(
+            f"{split} ranks share each layer of {type(model).__name__}, but would get different batches",
+            hint=f"pass Accelerator(parallelism_config=ParallelismConfig(tp_size={split}, dp_shard_size=...))",
+        )
     names = ("activation_checkpointing", "compile", "quantize")
     if given := [f"sharding.{name}" for name in names if getattr(settings.sharding, name)]:
         raise ConfigError(
