@@ -385,6 +385,7 @@ def whole_sequences() -> None:
     assert hooks == (len(model._forward_pre_hooks), len(layer._forward_pre_hooks))
     ids = torch.tensor([[0, 0, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]])
     left = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    torch.testing.assert_close(model(**left).logits[:, 2:], plain(**left).logits[:, 2:])
     expected = plain.generate(**left, max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(**left, max_new_tokens=4, do_sample=False), expected)
     positions, expected = torch.arange(8), plain(ids).logits

@@ -214,8 +214,6 @@ def _attention(
     is_causal: bool = False,
     **more: Any,
 ) -> torch.Tensor:
-    if not _BLOCKS:  # graphs that were compiled in a block call this function outside, too
-        return _attend(query, key, value, attn_mask, dropout_p, is_causal, **more)
     hint = "leave attention_mask out of the model's inputs"
     _check(attn_mask is None, "attention is full or causal, but a layer passes a mask", hint, ConfigError)
     key, value = (_Gathered.apply(part, _BLOCKS[-1].group, 2) for part in (key, value))
