@@ -38,7 +38,7 @@ _Sources = Mapping[str, TensorSource]
 
 
 def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
-    """Return a copy of a model's configuration without its quantisation settings, and these settings or None.
+    """Return a copy of a model's configuration without its quantisation settings, and the removed settings, or None.
 
     As in Transformers, `asked`, the caller's `quantization_config`, can only request ordinary values (`dequantize`).
     """

@@ -169,7 +169,7 @@ class RankWriter:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
     def manifest(self, reports: Sequence[RankReport], *, parts: int = 1, is_shared: bool = True) -> Manifest:
-        """Merge all ranks' reports into the manifest, on rank 0. Check file sizes if all ranks share a directory."""
+        """Merge the reports of all ranks into the manifest, on rank 0. Check file sizes if the directory is shared."""
         mesh, optimizer = self.mesh, None
         if self.optimizer is not None:
             optimizer = OptimizerRecord(

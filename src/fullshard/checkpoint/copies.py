@@ -218,7 +218,7 @@ class HostGrid:
         return rank // self.per_host
 
     def partner_of(self, rank: int) -> int | None:
-        """Return the rank on the next host that keeps a copy of this rank's files, or None with one host."""
+        """Return the rank on the next host that keeps a copy of this rank's files. Return None for a single host."""
         return (rank + self.per_host) % self.world_size if self.world_size > self.per_host else None
 
     def kept_by(self, host: int) -> list[int]:

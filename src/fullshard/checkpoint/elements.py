@@ -18,7 +18,7 @@ def wraps_others(tensor: torch.Tensor) -> bool:
 
 
 def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
-    """Return a tensor's dtype as in the manifest. Raise `CheckpointError` if safetensors cannot store it."""
+    """Return a tensor's dtype as the manifest names it. Raise `CheckpointError` if safetensors cannot store it."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout is not torch.strided:
         raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot store")

@@ -47,7 +47,7 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
-    """Mark large weights that bitsandbytes' settings include, but for which it has no layer, to quantise them at rest.
+    """Mark for quantisation the large weights that bitsandbytes' settings include, but for which it has no layer.
 
     They are frozen if `freezes` is set. Otherwise, trainable weights stay unquantised. Weights in another form keep it.
     """
@@ -63,7 +63,7 @@ def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
-    """Return the ids of all modules of adapters of any kind, which files of the base model do not contain."""
+    """Return the ids of all modules of adapters of any kind. The base model's files do not contain their parameters."""
     found: set[int] = set()
     for module in _adapted(model):
         for kind in module.adapter_layer_names:

@@ -34,7 +34,7 @@ def _spread(parameter: ShardedParameter) -> int:
 
 
 class Ranks:
-    """All ranks of the job, as seen from this rank. All of them must call each of the methods."""
+    """All ranks of the job, as seen from this rank. All ranks must call its methods together."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

@@ -173,7 +173,7 @@ def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store
 
 @contextlib.contextmanager
 def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[Store]:
-    """Yield a store for one process, which must set its manifest. Commit it, or remove its files on an error."""
+    """Yield a store for one process, which must set its manifest. Commit it at the end, or remove it on an error."""
     note_stamps_in(final.parent)
     store = store_at(final, save_id, overwrite=overwrite)
     store.prepare()

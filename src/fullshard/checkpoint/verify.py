@@ -122,7 +122,7 @@ def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
 
 
 def structure_problems(manifest: Manifest) -> list[str]:
-    """Return contradictions in a manifest, such as elements in no file or in two, or unknown dtypes and parameters."""
+    """Return contradictions in a manifest, such as elements in no file or in two, or unknown dtypes or parameters."""
     problems = []
     held: dict[str, int] = {}
     for file, tensor, record in manifest.tensors():

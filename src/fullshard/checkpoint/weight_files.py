@@ -214,7 +214,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise `CheckpointError` if there is none, or if it is too large."""
+    """Return the JSON object in a file. Raise `CheckpointError` if it cannot be read or is too large."""
     try:
         return read_object(path, limit_nbytes=limit_nbytes)
     except OSError as error:

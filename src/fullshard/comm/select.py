@@ -43,7 +43,7 @@ def collectives_for(
 
 
 def choices_for(group: dist.ProcessGroup | None, device: torch.device, *, only_torchs: bool = False) -> list[Candidate]:
-    """Return all collectives for a group (None: only this rank), fastest first. All of its ranks must call this."""
+    """Return all collectives that a group (None: only this rank) can use, fastest first. All its ranks call this."""
     if group is None or dist.get_world_size(group) == 1:
         return [Candidate(Alone(), "none", "one rank has nobody to communicate with")]
     own, name = NativeCollectives(group), dist.get_backend(group)

@@ -90,7 +90,7 @@ _NOTHING = nullcontext()
 
 
 def without_transforms() -> AbstractContextManager[object]:
-    """Return a context without `torch.func` transforms. With `vmap`, messages would lack memory. Since torch 2.4."""
+    """Return a context without `torch.func` transforms, in which memory outlives these transforms. Since torch 2.4."""
     return temporarily_clear_interpreter_stack() if are_transforms_active() else _NOTHING
 
 

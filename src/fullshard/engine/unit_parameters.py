@@ -244,7 +244,7 @@ def _check_unchanged(bucket: Bucket) -> None:
     raise LifecycleError(
         f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: {names} changed in place while unsharded (clamp_, "
         "Embedding(max_norm=), ...), but other ranks have separate copies, and the change would be lost",
-        hint="change parameters between steps, under unsharded(model, writeback=True) and equally on every rank",
+        hint="change parameters between steps, under unsharded(model, writeback=True), in the same way on all ranks",
     )
 
 

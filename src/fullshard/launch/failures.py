@@ -20,7 +20,7 @@ def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -
 
 
 def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
-    """Quote up to two messages of other ranks that noticed the end of `rank`, which itself left no report."""
+    """Quote up to two messages of other ranks that noticed the end of `rank`, if `rank` itself left no report."""
     others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
     lines = [message.partition("\n")[0] for message in others.values() if message]
     return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])
@@ -41,7 +41,7 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
 
 
 def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last: str = "") -> str:
-    """Return the report on the first rank that failed: the user's error alone, a traceback, or the last action."""
+    """Return the report on the first rank that failed: a user error's message, a traceback, or the last action."""
     message, traceback = left_report(failure)
     if failure.exitcode == USER_ERROR and message is not None:
         return f"{message}\n"

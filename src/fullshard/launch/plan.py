@@ -189,7 +189,7 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
 
 
 def shared_settings(config: RunConfig) -> dict[str, str]:
-    """Return what must be equal on all hosts, by name: versions, and settings that do not concern a single host."""
+    """Return the values that must be equal on all hosts, by name: versions, and all settings outside `launch`."""
     found = {f"version of {name}": str(version_of(name)) for name in ("fullshard", "torch")}
     return found | {path: shown(config.value(path)) for path in SETTINGS if not path.startswith("launch.")}
 

@@ -100,7 +100,7 @@ def exit_code() -> int:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Listen for signals inside the context only, for code that runs inside another program."""
+    """Listen for signals only inside the context. Use this in code that runs inside another program."""
     before = {name: signal.getsignal(signal.Signals[name]) for name in SIGNALS}
     STOPPING.is_wanted = STOPPING.is_agreed = False
     listen()

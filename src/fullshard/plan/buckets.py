@@ -65,7 +65,7 @@ class CountedBucket(BucketPlan):
 
     @property
     def coded_nbytes(self) -> int:
-        """The bytes of all ranks' codes until they are decoded, or 0 for a single rank, which decodes its own."""
+        """The bytes of all ranks' codes before decoding, or 0 for a single rank, which decodes its codes directly."""
         has_own = self.layout.world_size == 1 and not self.main_is_on_host
         return 0 if self.form is None or has_own else self.main_nbytes * self.layout.world_size
 

@@ -82,7 +82,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One rank's device memory."""
+    """One rank's device memory, a host's memory, and the size of a checkpoint."""
 
     phases: dict[str, dict[str, int]]  # the peak of each phase (load, forward, backward, optimizer, save), by category
     timeline: list[Moment]

@@ -103,7 +103,7 @@ def _rest_table(plan: Plan) -> Table:
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
-    """Return a table with one row for each plan. Columns with the same value in all rows are omitted."""
+    """Return a table with one row for each plan. Settings that are the same in all plans have no column."""
     rows = [_front_row(plan) for plan in plans]
     numbers = ("GiB", "tokens/s", "MFU")
     heads = [head for head in rows[0] if head in numbers or len({row[head] for row in rows}) > 1]
@@ -193,7 +193,7 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
 
 
 def for_the_script(job: Job) -> str:
-    """Return text that lists the settings of a plan that the training script must make itself."""
+    """Return text that lists those settings of a plan that the training script itself must make."""
     ours, plain = job.of_the_run(), job.__class__.model_fields
     values = {name: value for name, value in job.model_dump().items() if name not in ours}
     named = {n: v for n, v in values.items() if n in ("micro_batch", "seq_len", "optimizer") or v != plain[n].default}

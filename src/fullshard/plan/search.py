@@ -283,7 +283,7 @@ class _Search:
 
 
 def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
-    """Return models with few layers and their weights in the extrapolation, or only the model if it is irregular."""
+    """Return models with few layers and their weights in the extrapolation, or only a small or irregular model."""
     layers = [unit for unit in model.units if unit.block is not None]
     # An encoder and a decoder are two parts, which are shortened in the same way.
     parts = [list(part) for _, part in itertools.groupby(layers, lambda unit: unit.name.rstrip("0123456789"))]

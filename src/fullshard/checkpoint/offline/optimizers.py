@@ -59,7 +59,7 @@ def optimizer_record(
 
 
 def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Convert flattened optimizer state to the nested form, with a group for each set of equal options."""
+    """Convert flattened optimizer state to the nested form. Parameters with the same options share a group."""
     state: dict[str, dict[str, T]] = {}
     options: dict[str, dict[str, T]] = {}
     for name, value in flat.items():

@@ -51,7 +51,7 @@ def first_sharded(value: Any) -> ShardedTensor | None:
 
 
 def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that a kernel writes to, which is `out` or the first argument (see `_check_changes`)."""
+    """Return the tensor that a kernel writes to: `out` or the first argument. `_check_changes` rejects others."""
     return kwargs.get("out", args[0])
 
 

@@ -122,7 +122,7 @@ class Torchao(_Lending):
     package = "torchao"
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Put the sharded parameters back. Count the step for those that are empty here, which torchao skips."""
+        """Put the sharded parameters back. Count the step for parameters without elements here, which torchao skips."""
         for plain, parameter in take_back(optimizer):
             if has_stepped and not plain.numel() and parameter.local_grad is not None:
                 keys = list(TORCHAO_SIGNED)[: 3 if optimizer.param_groups[0].get("amsgrad") else 2]

@@ -20,5 +20,5 @@ gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgett
 
 
 def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
-    """Call torch's original `Module._apply`, not that of torch's `FSDPModule`. Since torch 2.6."""
+    """Call torch's original `Module._apply` instead of the one of torch's `FSDPModule`. Since torch 2.6."""
     return super(FSDPModule, module)._apply(fn, recurse)

@@ -230,7 +230,7 @@ class Stepper:
     # -- after it -----------------------------------------------------------------------------------------------
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make gradients readable again after `step()`. Refuse a closure and options changed since backward."""
+        """Make gradients readable again after `step()`. Refuse a closure or options that changed since backward."""
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise LifecycleError(
                 f"{type(optimizer).__name__}.step(closure) would run backward inside step(), and with "

@@ -35,7 +35,7 @@ class TensorParallel(ParameterKind):
         return super().why_not(torch_private.local_of(parameter))
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Raise an error if a DTensor is already split along an axis to shard over or along a data axis in `data`."""
+        """Raise an error if a DTensor is already split along the axes to shard over, or along a data axis in `data`."""
         wrong: dict[int, str] = {}
         for slot in slots:
             parameter: Any = slot.parameter

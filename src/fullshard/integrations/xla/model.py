@@ -129,7 +129,7 @@ def shard_batch(batch: Any, model: nn.Module) -> Any:
 
 
 class batches:
-    """An iterable over a loader's global batches on the devices. After each, the recorded operations are run."""
+    """An iterable over a loader's global batches on the devices. After each batch, recorded operations are run."""
 
     def __init__(self, loader: Iterable[Any], model: nn.Module) -> None:
         self.loader, self.model = loader, model
