@@ -26,6 +26,7 @@ from fullshard.comm.waiting import PROGRESS, waiting_in_step
 from fullshard.core.errors import ConfigError, DataError
 
 _attend = F.scaled_dot_product_attention
+_outside_graphs: Any = functools.cache(torch.compiler.disable)  # not a decorator, which would import Dynamo
 _RINGS = ("cuda", "xpu")
 _ON_FULL_ATTENTION = "use a model with full attention in every layer"
 _PREPARED = "_fullshard_context_parallel"
@@ -133,7 +134,7 @@ def divided(
         stack.callback(_BLOCKS.pop)
         if positions.device.type not in _RINGS:
             stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
-            F.scaled_dot_product_attention = _attention
+            F.scaled_dot_product_attention = _outside_graphs(_attention)
         yield
 
 
@@ -204,7 +205,6 @@ class _Gathered(torch.autograd.Function):
         return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     query: Any,
     key: Any,
