@@ -879,6 +879,13 @@ def every_operation_is_seen() -> None:
     assert hasattr(torch_private.grouped_matmul, "default")
 
 
+@check("wrap_to_wait")
+def unfinished_results() -> None:
+    """It takes one tensor, and returns one."""
+    schema = torch_private.schema_of(torch_private.wrap_to_wait.default)
+    assert [str(one.type) for one in (*schema.arguments, *schema.returns)] == ["Tensor", "Tensor"]
+
+
 @check("view_of_a_product")
 def kernels_of_products() -> None:
     seen: list[Any] = []
