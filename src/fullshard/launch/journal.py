@@ -1,4 +1,4 @@
-"""Record a job's events in a file, which its processes choose and to which their launcher adds its own events."""
+"""Record a job's events in a file. The job's processes choose the file, and their launcher adds its own events."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
 
 
 def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a factory for the Muon optimizer, which Trainer calls when the adapters exist, and its options."""
+    """Return a factory for the Muon optimizer and its options. Trainer calls the factory once the adapters exist."""
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
         return muon(model, say, **options)

@@ -240,7 +240,7 @@ class ShardedTraining:
         return int(self.accelerator._ranks_per_batch // self.get_tp_size())
 
     def get_sp_size(self: Any) -> int:
-        """Return 1, because loaders do not yield a batch per rank that shares it, as DeepSpeed's adapter does."""
+        """Return 1, because ranks that share sequences get the same batch. DeepSpeed's adapter gives each its own."""
         return 1
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
