@@ -141,7 +141,7 @@ def call_backend(group: dist.ProcessGroup, asked: str) -> None:
 @functools.cache
 def _kernel(name: str) -> Any:
     """Compile a kernel for the GPU's clock. Since torch 2.8."""
-    read = 'asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));'
+    read = 'asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));'
     source = (
         f'extern "C" __global__ void note(long long *t, int _) {{ long long now; {read} *t = now; }}\n'
         f'extern "C" __global__ void wait(long long *t, int us) '

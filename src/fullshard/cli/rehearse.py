@@ -56,7 +56,8 @@ def rehearse(
         stage = [sys.executable, "-m", "fullshard.api.rehearsal.stage", json.dumps(options), *program]
         done = subprocess.run(stage, env={**os.environ, **variables}, stdout=2 if as_json else None)
         if done.returncode:
-            sys.stderr.write("fullshard: nothing was measured, because the script failed\n")
+            asked = _asked(json.loads(answer.read_text())) if answer.is_file() else ""
+            sys.stderr.write(f"fullshard: nothing was measured, because the script failed\n{asked}")
             raise typer.Exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
         found = {"as": str(cluster), "rank": rank, **json.loads(answer.read_text())}
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
@@ -105,7 +106,16 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"{'fits' if found['fits'] else 'does not fit'}: needs {format_nbytes(found['needed'])} with what the runtime "
         f"takes, and a device has {format_nbytes(found['memory'])}"
     )
-    if found["unknown"]:
-        asked = ", ".join(f"{what} ({count}x)" for what, count in found["unknown"].items())
-        lines.append(f"asked for values that only other ranks know, and kept what was there: {asked}")
-    return [*lines, "every other rank counted as a copy of this one: losses and checkpoints mean nothing"]
+    return [
+        *lines,
+        f"{_asked(found)}every other rank counted as a copy of this one: losses and checkpoints mean nothing",
+    ]
+
+
+def _asked(found: dict[str, Any]) -> str:
+    """Return a line with the values of other ranks that the script has asked for, or nothing if it has not."""
+    asked = ", ".join(f"{what} ({count}x)" for what, count in found["unknown"].items())
+    hint = (
+        "" if "steps" in found else "hint: if the script cannot go on without them, rehearse the rank that has them\n"
+    )
+    return asked and f"asked for values that only other ranks know, and kept what was there: {asked}\n{hint}"

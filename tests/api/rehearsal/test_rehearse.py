@@ -24,7 +24,7 @@ def rehearse(capfd: pytest.CaptureFixture[str], *words: str, code: int = 0) -> t
     """Return the answer of a rehearsal, and what the script has printed."""
     capfd.readouterr()
     done = run_here("rehearse", "--json", *words)
-    said = "".join(capfd.readouterr())
+    said = "".join([*capfd.readouterr(), done.stderr])
     assert done.returncode == code, said + done.stderr
     return json.loads(done.stdout or "{}"), said
 
@@ -136,7 +136,16 @@ def test_wrong_words_are_errors(words: list[str], said: str) -> None:
 
 @pytest.mark.full
 def test_a_script_that_fails_ends_the_command_with_its_code(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """There is no answer then."""
-    (tmp_path / "fails.py").write_text("import sys; sys.exit(7)")
-    found, _ = rehearse(capfd, "--as", "8xH100", "--", "--cpu", str(tmp_path / "fails.py"), code=7)
+    """There is no answer then, but the values of other ranks that it may have lacked are named."""
+    (tmp_path / "fails.py").write_text(
+        "import sys, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.broadcast_object_list(objects := [None], src=0)\n"
+        "sys.exit(7 if objects == [None] else 0)\n"
+    )
+    command = ["--as", "8xH100", "--rank", "1", "--", "--cpu", str(tmp_path / "fails.py")]
+    found, said = rehearse(capfd, *command, code=7)
     assert found == {}
+    assert "the script failed" in said
+    assert "asked for values that only other ranks know" in said
+    assert "broadcast_object_list from rank 0 (1x)\nhint: " in said

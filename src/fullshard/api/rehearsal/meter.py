@@ -130,9 +130,9 @@ def _peak(before: int) -> tuple[int, int]:
 
 
 def _forget_peak() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    else:
+    elif not torch.cuda.is_available():
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 

@@ -45,12 +45,13 @@ def main() -> None:
     with register(links.line):
         replace(replacements())
         meter = Meter(links, options["steps"], cluster.device)
+        code: Any = 0
         try:
             bootstrap.main()
         except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-        write_text(Path(options["answer"]), json.dumps(meter.answer()))
+            code = end.code
+        write_text(Path(options["answer"]), json.dumps({"unknown": unknown} if code else meter.answer()))
+        sys.exit(code)
 
 
 def _variables(rank: int, count: int, per_host: int, port: int) -> dict[str, str]:
