@@ -28,7 +28,7 @@ class Links:
 
     def line(self, group: RehearsedGroup, kind: str) -> CommunicatorLine:
         """Return the line of a group for tensors of one kind of device."""
-        return StreamLine(GpuStreams(self), group) if kind == "cuda" else HostLine(self)
+        return HostLine(self) if kind == "cpu" else StreamLine(GpuStreams(self), group)
 
     def seconds(self, message: Collective) -> float:
         """Return how long a message takes."""
@@ -85,8 +85,8 @@ class HostLine:
 
     def __call__(self, message: Collective, whole: Tensors, fill: Callable[[], object], is_async: bool) -> HostWork:
         """Start a collective."""
-        if message.what == "barrier" and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        if message.what == "barrier" and torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()
         self._free_at = max(time.perf_counter(), self._free_at) + self._links.seconds(message)
         fill()
         return HostWork(self._free_at, whole)
@@ -148,11 +148,11 @@ class GpuStreams:
 
     def current(self) -> Any:
         """Return the stream on which operations run."""
-        return torch.cuda.current_stream()
+        return torch.accelerator.current_stream()
 
     def make(self, title: str) -> Any:
         """Return a new stream."""
-        return torch.cuda.Stream()
+        return torch.Stream(torch.accelerator.current_accelerator())
 
     def occupy(self, message: Collective, fill: Callable[[], object]) -> None:
         """Keep the current stream busy for as long as a message takes, and fill its results."""
