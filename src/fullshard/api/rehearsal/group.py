@@ -166,10 +166,6 @@ class RehearsedGroup(_GROUP):  # type: ignore[misc]
         given = [tensor for tensor, parts in zip(inputs, outputs, strict=True) for _ in parts]
         return self.carry("all-gather", whole, options, lambda: _copy(whole, given))
 
-    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, options: Any = None) -> Any:
-        # Unlike in `allgather`, each list has the tensors of one rank.
-        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, options)
-
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Any:
 
         def fill() -> None:
@@ -231,9 +227,6 @@ class RehearsedGroup(_GROUP):  # type: ignore[misc]
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
         self._ask("receive", source)
         return self.carry("receive", tensors, None, ranks=2)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        return self.recv(tensors, (self.rank() + 1) % self.size(), tag)
 
     def _start_coalescing(self, device: Any) -> None:
         pass

@@ -36,9 +36,7 @@ def main() -> None:
     options = json.loads(sys.argv.pop(1))
     cluster = of_links = parse_cluster(options["devices"])
     if options["links"] not in (None, "free"):
-        named = find_device(options["links"])
-        device = dataclasses.replace(cluster.device, link=named.link, network=named.network)
-        of_links = dataclasses.replace(cluster, device=device)
+        of_links = dataclasses.replace(cluster, device=find_device(options["links"]))
     links = Links(of_links, is_free=options["links"] == "free")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(_variables(options["rank"], cluster.count, cluster.per_host, store.port))
