@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import _is_fully_sharded
+from torch.distributed._functional_collectives import permute_tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -948,6 +949,24 @@ def the_rotation_of_context_parallelism() -> None:
         torch_private.set_rotate_method(name)
     with pytest.raises(NotImplementedError):
         torch_private.set_rotate_method("other")
+
+
+@check("wrap_to_wait")
+def results_that_are_not_finished() -> None:
+    seen: list[Any] = []
+
+    class Seen(torch_private.DispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            seen.append(function.overloadpacket)
+            return function(*given, **(named or {}))
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with Seen():
+            permute_tensor(torch.zeros(4, device="meta"), [1, 0], dist.group.WORLD)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    assert torch_private.wrap_to_wait in (seen[-1], torch_private.wait_tensor)
 
 
 # -- a job whose other ranks are not there ----------------------------------------------------------------------

@@ -22,6 +22,7 @@ from fullshard.api.rehearsal.lines import Links
 from fullshard.api.rehearsal.stage import replacements
 from fullshard.api.virtual.device import instead
 from fullshard.comm.torch_dist import all_gather_single, reduce_scatter_single
+from fullshard.core.errors import CommunicationError
 from fullshard.plan.hardware import parse_cluster
 from tests.distributed import run_ranks
 
@@ -187,6 +188,8 @@ def test_what_only_another_rank_knows_stays_and_is_counted() -> None:
         dist.scatter(value, src=0)
         dist.recv(value, 2)
         dist.send(value, 0)
+        with pytest.raises(CommunicationError, match="rank 1 waits for a message from any rank"):
+            dist.recv(value)
         received: Any = dist.irecv(value, 0)
         received.wait()
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, value, 2), dist.P2POp(dist.isend, value, 0)]):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.api import torch_private
+from fullshard.core.errors import CommunicationError
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.time import STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged, passed_on
@@ -227,6 +228,12 @@ class RehearsedGroup(_GROUP):  # type: ignore[misc]
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
         self._ask("receive", source)
         return self.carry("receive", tensors, None, ranks=2)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        raise CommunicationError(
+            f"rank {self.rank()} waits for a message from any rank, but in a rehearsal no other rank exists",
+            hint="receive from a rank that the script names, or run the script in several processes",
+        )
 
     def _start_coalescing(self, device: Any) -> None:
         pass
