@@ -293,7 +293,8 @@ def test_plain_keys_are_used_without_a_word() -> None:
         ),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  offload_optimizer_device: cpu\n"
-            "  offload_param_device: none\n  gradient_accumulation_steps: 4\n  zero3_init_flag: true",
+            "  offload_param_device: none\n  gradient_accumulation_steps: 4\n  zero3_init_flag: true\n"
+            "  seq_parallel_communication_data_type: bf16",
             {
                 "sharding": {"strategy": "FULL_SHARD", "offload_main_weights": True},
                 "training": {"gradient_accumulation_steps": 4},

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -273,3 +274,15 @@ def check_refused(place: str, output: str) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     trl_runs.write_model(tmp_path)
     run_ranks(check_refused, 2, str(tmp_path), str(tmp_path))
+
+
+def check_sizes_of_launcher() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+        made = fullshard.Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=1, sp_size=1))
+    mesh: Any = made.torch_device_mesh
+    assert made.parallelism_config.sp_size == mesh["sp"].size() == 2
+
+
+def test_a_config_without_sizes_leaves_them_to_the_launcher() -> None:
+    run_ranks(check_sizes_of_launcher, 2)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class Memory:
@@ -59,7 +60,7 @@ def observe(module: str, output: str) -> None:
     def kept_end(self: Any) -> None:
         models = self._models
         weights = {k: v.clone() for model in models for k, v in self.get_state_dict(model).items()}
-        sharded = any(hasattr(p, "global_shape") for model in models for p in model.parameters())
+        sharded = any(isinstance(p, DTensor) for model in models for p in model.parameters())
         rank = os.environ.get("RANK", "0")
         torch.save({"losses": losses, "weights": weights, "sharded": sharded}, f"{output}/rank{rank}.pt")
         end_training(self)
@@ -70,6 +71,7 @@ def observe(module: str, output: str) -> None:
 def main() -> None:
     output = sys.argv[1]
     sys.argv = sys.argv[2:]
+    sys.path.insert(0, str(Path(sys.argv[0]).absolute().parent))  # as Python does for a script
     prepare_libraries()
     for module in ("accelerate", "fullshard"):
         observe(module, output)

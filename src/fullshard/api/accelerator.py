@@ -164,8 +164,8 @@ class Accelerator(Loaders, Reporting):
         self.gradient_state = self._make_gradient_state(gradient_accumulation_plugin)
         _check_precision(self._config.precision.mode, self.device)
         sharding = self._config.sharding
-        if parallelism_config is None:
-            parallelism_config = self._parallelism_of_settings()
+        if getattr(parallelism_config, "total_size", 1) == 1:  # `ParallelismConfig()` leaves the sizes to the launcher
+            parallelism_config = self._parallelism_of_settings() or parallelism_config
         self.state = AcceleratorState(
             self.process,
             mixed_precision=self._config.precision.mode,

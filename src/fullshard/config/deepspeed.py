@@ -125,6 +125,7 @@ def _translated(name: str, target: str, because: str, read: Read) -> Key:
     return Key(name, Status.TRANSLATED, target, because=because, read=read)
 
 
+_SEQUENCES = no_effect("attention heads are exchanged in the dtype of compute", "seq_parallel_communication_data_type")
 _STAGE_NAMES = "each stage corresponds to a strategy"
 
 
@@ -277,8 +278,9 @@ DEEPSPEED = Dialect(
             *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "aio", "checkpoint"),
             *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "fp32_allreduce"),
             *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
-            *("seq_parallel_communication_data_type", "load_universal_checkpoint"),
+            "load_universal_checkpoint",
         ),
+        *_SEQUENCES,
         *refused("gradients are always dense", "sparse_gradients"),
         *_off("the script must write its metrics", *_REPORTS),
         *_off("the launcher sets the number of ranks, and only data parallelism is supported", *_DIVISIONS),
@@ -298,6 +300,7 @@ DEEPSPEED_SHORT = Dialect(
         *STEP_KEYS,
         *no_effect("models on the meta device are initialized shard by shard", "zero3_init_flag"),
         *no_effect("save_model writes unsharded weights", "zero3_save_16bit_model"),
+        *_SEQUENCES,
         Key("deepspeed_config_file", because="its settings are read"),
         *no_effect("the launcher starts hosts in the same way for every strategy", "deepspeed_multinode_launcher"),
         *refused(
