@@ -1,4 +1,4 @@
-"""Describes the forms in which a frozen weight is stored and sent as codes and scales. Does not import torch."""
+"""Describe the forms in which frozen weights are stored and sent as codes and scales, without importing torch."""
 
 from __future__ import annotations
 

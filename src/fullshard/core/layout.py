@@ -1,4 +1,4 @@
-"""The interval layout, which defines which elements of each parameter a rank owns. Does not import torch.
+"""The interval layout, which defines the elements of each parameter that a rank owns. It does not import torch.
 
 A bucket is the concatenation of its parameters in definition order, each of which starts on an aligned element. The
 bucket is padded so that it divides into equal intervals, as gathers require. Rank r of a shard group owns elements

@@ -1,4 +1,4 @@
-"""The supported versions of torch, which are checked on import, before a run starts. Does not import torch."""
+"""The supported versions of torch, which fullshard checks when it is imported, without importing torch itself."""
 
 from __future__ import annotations
 

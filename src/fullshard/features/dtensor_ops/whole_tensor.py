@@ -124,7 +124,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 class _Leave(torch.autograd.Function):
-    """Converts a `WholeTensor` to a plain tensor, independent on each rank, or a DTensor. Reduces its gradient."""
+    """Converts a `WholeTensor` to a plain tensor of this rank, or to a DTensor. Backward reduces its gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:
