@@ -5,6 +5,7 @@ pytest tests/integrations/test_resume_matrix.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,20 @@ def check_resumed(path: str, sizes: Sizes, directory: str) -> list[float]:
     return train(accelerator, model, optimizer, sizes, range(STEPS, STEPS + 1))
 
 
+def on_mesh(name: str, check: Callable[[str, Sizes, str], list[float]], path: str, directory: str) -> list[float]:
+    ranks, sizes = MESHES[name]
+    end_workers()  # torch keeps meshes for their sizes, and with them the names of groups that are gone
+    history: list[float] = run_ranks(check, ranks, path, sizes, directory)[0]
+    return history
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "saver"), [(family, name) for family, names in OF_FAMILY.items() for name in names])
 def test_each_mesh_resumes_on_every_other(family: str, saver: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path)
     directory = str(tmp_path / "saved")
     expected = run_ranks(train_alone, 1, path)[0]
-    ranks, sizes = MESHES[saver]
-    history = run_ranks(check_saved, ranks, path, sizes, directory)[0]
+    history = on_mesh(saver, check_saved, path, directory)
     torch.testing.assert_close(history, expected[: len(history)], rtol=2e-6, atol=0)
     command = ["ckpt", "export", directory, f"{directory}-offline", "--config-from", path]
     assert CliRunner().invoke(app, command).exit_code == 0
@@ -141,9 +148,7 @@ def test_each_mesh_resumes_on_every_other(family: str, saver: str, tmp_path: Pat
     for name, value in found[0].items():
         assert all(torch.equal(other[name], value) for other in found), name
     for name in OF_FAMILY[family]:
-        ranks, sizes = MESHES[name]
-        end_workers()  # torch keeps meshes for their sizes, and with them the names of groups that are gone
-        resumed = run_ranks(check_resumed, ranks, path, sizes, directory)[0]
+        resumed = on_mesh(name, check_resumed, path, directory)
         torch.testing.assert_close(resumed, expected[len(history) :], rtol=1e-6, atol=0, msg=name)
         with open_source(directory) as before, open_source(f"{directory}-again") as after:
             assert not list(compare(before, after)), f"weights and optimizer state, on {name}"
