@@ -8,7 +8,8 @@ and sequence parallelism), shorter ones if nothing else fits, and experts (exper
 always used on accelerators, because they are never slower and never take more memory.
 
 Most options that save memory cost time. The search therefore starts without them, and always looks at the fastest
-candidate first. If a candidate does not fit, it is replaced by candidates that each use one more of these options.
+candidate first. If a candidate does not fit, it is replaced by one with all options without which it cannot fit, or
+else by candidates that each use one more of these options.
 Candidates are compared by estimates from two models with few layers. Each additional layer adds the same work, so
 memory and time are maxima of straight lines over the number of layers, and the line through two points is a lower
 bound. If layers alternate (windows, linear attention), both models contain complete periods. Both also contain the
@@ -20,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import heapq
 import itertools
 import math
@@ -80,13 +80,7 @@ def search(
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # a fused optimizer costs nothing
-    collects = gc.isenabled()
-    gc.disable()  # a search makes no cycles, and the collector would take a fifth of its time
-    try:
-        return _Search(model, job, cluster, frozenset(fixed), margin).plans()
-    finally:
-        if collects:
-            gc.enable()
+    return _Search(model, job, cluster, frozenset(fixed), margin).plans()
 
 
 def _fastest_first(plan: Plan) -> tuple[float, int]:
@@ -151,9 +145,9 @@ class _Search:
                     found.append(plan)
                     best = max(best, plan.time.tokens_per_second)
                     continue
-            for name in self._saving:
-                more = candidate.saving | {name}
-                if more == candidate.saving or (name in _ONE_OF and candidate.saving & _ONE_OF):
+            must = frozenset() if candidate.saving else self._indispensable(candidate.way)
+            for more in [must] if must else [candidate.saving | {name} for name in self._saving]:
+                if more == candidate.saving or len(more & _ONE_OF) > 1:
                     continue
                 if (id(candidate.way), more) not in pushed:
                     pushed.add((id(candidate.way), more))
@@ -228,9 +222,14 @@ class _Search:
             if size <= sequences or sequences == 1:
                 yield {"micro_batch": size, "accumulation": max(1, sequences // size)}
 
-    def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
-        """Return whether a candidate can fit when all compatible memory-saving options are added."""
-        most, last = frozenset(self._saving) - _ONE_OF, [name for name in self._saving if name in _ONE_OF][-1:]
+    def _indispensable(self, way: Mapping[str, Any]) -> frozenset[str]:
+        """Return the options without which a candidate cannot fit, even with all others."""
+        return frozenset(name for name in {*self._saving} - _ONE_OF if not self._may_ever_fit(way, without=name))
+
+    def _may_ever_fit(self, way: Mapping[str, Any], *, without: str = "") -> bool:
+        """Return whether a candidate can fit when all compatible memory-saving options but one are added."""
+        most = frozenset(self._saving) - _ONE_OF - {without}
+        last = [name for name in self._saving if name in _ONE_OF][-1:]
         fullest = (self._candidate(way, most | options) for options in ({*last}, {"step"} & {*self._saving}))
         known = [candidate for candidate in fullest if candidate is not None]
         return not known or any(self._may_fit(candidate.needed) for candidate in known)
