@@ -114,16 +114,16 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
             f"auto reshard: this system does not report its free memory ({error})",
             hint="set a budget with unsharded_memory_gib",
         ) from None
-    ups_and_downs = _kib(status, "VmHWM") - _kib(status, "VmRSS")
+    ups_and_downs = entry_nbytes(status, "VmHWM") - entry_nbytes(status, "VmRSS")
     return max(0, available // ranks_on_host - ups_and_downs)
 
 
 def available_host_memory() -> int:
     """Return how many bytes of host memory this process can still allocate under the limits of its control groups."""
-    return min([_kib(Path("/proc/meminfo").read_text(), "MemAvailable"), *_available_in_group()])
+    return min([entry_nbytes(Path("/proc/meminfo").read_text(), "MemAvailable"), *_available_in_group()])
 
 
-def _kib(text: str, name: str) -> int:
+def entry_nbytes(text: str, name: str) -> int:
     """Return the number of bytes in the entry `name` of a meminfo text, such as `MemAvailable:   1024 kB`."""
     found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     if found is None:

@@ -20,13 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.api.rehearsal.group import unknown
 from fullshard.api.rehearsal.lines import Links
 from fullshard.core.imports import Replaced, replace
-from fullshard.core.sizes import KIB
+from fullshard.features.auto_reshard import entry_nbytes
 from fullshard.plan.hardware import Device
 
 WARM_UP = 2
 """The steps that are not timed. The first creates the optimizer's state, and the engine learns the order of units."""
 
-LOAD, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("load and first forward", "forward", "backward", "optimizer")
+LOAD, FORWARD, BACKWARD, OPTIMIZER = "load and first forward", "forward", "backward", "optimizer"
 
 
 class Meter:
@@ -40,8 +40,9 @@ class Meter:
         self._steps, self._tokens = Counter[int](), Counter[int]()  # by optimizer and by embedding
         self._ends: list[tuple[Any, bool]] = []  # when each step ended, and whether its links were free
         self._phase, self._depth = LOAD, 0
-        self._peaks = {phase: [0, 0] for phase in PHASES}  # allocated and reserved bytes
-        self._before = _resident("VmRSS")
+        self._peaks: dict[str, list[int]] = {}  # allocated and reserved bytes, by phase
+        self._top = [0, 0]  # of the whole script
+        self._before = _of_process("VmRSS")
         _forget_peak()
         register_optimizer_step_pre_hook(lambda *_: self._turn(OPTIMIZER))
         register_optimizer_step_post_hook(self._end_step)
@@ -50,9 +51,16 @@ class Meter:
         replace({self._backward: self._run_backward, self._embed: lambda *given: self._run_embedding(*given)})
 
     def _turn(self, phase: str) -> None:
-        """Begin a phase, and note the peak of the one that ends."""
-        self._peaks[self._phase] = [*map(max, self._peaks[self._phase], _peak(self._before))]
-        _forget_peak()
+        """Begin a phase, and note the peak of the one that ends.
+
+        Peaks start anew in each phase, but only after the steps in which the engine itself reads them.
+        """
+        peak, is_anew = _peak(self._before), len(self._ends) > WARM_UP
+        self._top = [*map(max, self._top, peak)]
+        if is_anew or self._phase == LOAD:
+            self._peaks[self._phase] = [*map(max, self._peaks.get(self._phase, (0, 0)), peak)]
+        if is_anew:
+            _forget_peak()
         self._phase = phase
 
     def _run_backward(self, *given: Any, **named: Any) -> None:
@@ -80,6 +88,8 @@ class Meter:
         self._links.is_free = self._always_free or (count >= WARM_UP and (count - WARM_UP) % 2 == 1)
         if count == WARM_UP:
             self._tokens.clear()
+        if count == WARM_UP + 1:
+            _forget_peak()
         if count == self._last:
             sys.exit(0)  # the script's handlers and `finally` blocks run
 
@@ -92,7 +102,7 @@ class Meter:
         linked, free = (statistics.median(spans[kind]) if spans[kind] else None for kind in (False, True))
         step = free if self._always_free else linked
         tokens = max(self._tokens.values(), default=0) / max(1, len(self._ends) - WARM_UP)
-        allocated, reserved = (max(peak[kind] for peak in self._peaks.values()) for kind in (0, 1))
+        allocated, reserved = self._top
         return {
             "steps": len(self._ends),
             "step_seconds": step,
@@ -126,7 +136,7 @@ def _peak(before: int) -> tuple[int, int]:
     """Return the peak of the allocated and of the reserved bytes. On a CPU, both are what the process has grown by."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return (max(0, _resident("VmHWM") - before),) * 2
+    return (max(0, _of_process("VmHWM") - before),) * 2
 
 
 def _forget_peak() -> None:
@@ -136,7 +146,5 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-def _resident(name: str) -> int:
-    """Return a value of this process's resident memory by Linux's name for it."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next((int(line.split()[1]) * KIB for line in lines if line.startswith(f"{name}:")), 0)
+def _of_process(name: str) -> int:
+    return entry_nbytes(Path("/proc/self/status").read_text(encoding="utf-8"), name)
