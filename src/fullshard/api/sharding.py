@@ -127,7 +127,7 @@ def shard(
 
 
 def adopt(model: nn.Module, settings: RunConfig, autocast: AutocastKwargs, device: torch.device, *, tiles: int) -> None:
-    """Run the forward of a model that others have sharded under autocast. Refuse settings that come too late for it.
+    """Run the forward of an already sharded model under autocast, and refuse settings that would come too late.
 
     `tiles` is the number of ranks that get the same batch because they share each split layer.
     """

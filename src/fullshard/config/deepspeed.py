@@ -125,7 +125,7 @@ def _translated(name: str, target: str, because: str, read: Read) -> Key:
     return Key(name, Status.TRANSLATED, target, because=because, read=read)
 
 
-_SEQUENCES = no_effect("attention heads are exchanged in the dtype of compute", "seq_parallel_communication_data_type")
+_SEQUENCES = no_effect("attention heads are exchanged in the compute dtype", "seq_parallel_communication_data_type")
 _STAGE_NAMES = "each stage corresponds to a strategy"
 
 

@@ -1,4 +1,4 @@
-"""The interval layout, which defines the elements of each parameter that a rank owns. It does not import torch.
+"""Define the elements of each parameter that a rank owns (the interval layout). This module does not import torch.
 
 A bucket is the concatenation of its parameters in definition order, each of which starts on an aligned element. The
 bucket is padded so that it divides into equal intervals, as gathers require. Rank r of a shard group owns elements

@@ -291,7 +291,7 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
 
 
 def check_rank(rank: int, count: int) -> None:
-    """Refuse the number of a rank that a job of `count` ranks does not have."""
+    """Raise `ConfigError` if a job of `count` ranks does not have a rank with this number."""
     if not 0 <= rank < count:
         raise ConfigError(f"rank {rank} does not exist in a job of {count} ranks", hint="ranks are numbered from 0")
 

@@ -197,7 +197,7 @@ class ShardedTraining:
     def prediction_step(
         self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Evaluate one batch, with whole sequences if the caller gets predictions."""
+        """Evaluate one batch, with whole sequences if the caller needs predictions."""
         self.accelerator.shares_losses |= not prediction_loss_only
         with teachers_head(self):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
