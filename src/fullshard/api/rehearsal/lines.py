@@ -5,6 +5,7 @@ A communicator runs its messages one after the other. Those of several communica
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,20 @@ class Links:
 
     def line(self, group: RehearsedGroup, kind: str) -> CommunicatorLine:
         """Return the line of a group for tensors of one kind of device."""
-        return HostLine(self) if kind == "cpu" else StreamLine(GpuStreams(self), group)
+        if kind == "cpu":
+            return HostLine(self)
+        make = functools.partial(torch.Stream, torch.accelerator.current_accelerator())
+        return StreamLine(torch.accelerator.current_stream, make, self._occupy)
+
+    def _occupy(self, message: Collective, fill: Callable[[], object]) -> None:
+        """Keep the current stream of the GPU busy for the time of a message, or of `fill` if that is longer."""
+        if not (seconds := self.seconds(message)):
+            fill()
+            return
+        begun = torch.empty(1, dtype=torch.int64, device="cuda")
+        torch_private.note_device_time(begun)
+        fill()
+        torch_private.wait_on_device(begun, seconds)
 
     def seconds(self, message: Collective) -> float:
         """Return how long a message takes."""
@@ -95,12 +109,12 @@ class HostLine:
 class StreamWork(_RunningWork):
     """A message on a stream. The stream that is current later waits for it."""
 
-    def __init__(self, streams: Any, event: Any, *kept: Any) -> None:
+    def __init__(self, line: StreamLine, event: Any, *kept: Any) -> None:
         super().__init__(*kept)
-        self._streams, self._event = streams, event
+        self._line, self._event = line, event
 
     def _wait(self) -> None:
-        self._streams.current().wait_event(self._event)
+        self._line.current().wait_event(self._event)
 
     def is_completed(self) -> bool:
         """Return whether the message has ended."""
@@ -108,7 +122,7 @@ class StreamWork(_RunningWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future for those that chain work to the message, such as DDP."""
-        stream = self._streams.make("future")
+        stream = self._line.make()
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[stream.device])
         stream.wait_event(self._event)
         with stream:
@@ -120,46 +134,28 @@ class StreamLine:
     """A line for tensors of a device. As with NCCL, its messages run on a stream of their own unless they are awaited.
 
     The device itself waits until the time of a message is over. The host goes on.
+
+    Args:
+        current: returns the current stream.
+        make: returns a new stream.
+        occupy: keeps the current stream busy for as long as a message takes, and fills its results.
     """
 
-    def __init__(self, streams: Any, group: RehearsedGroup) -> None:
-        self._streams, self._group = streams, group
+    def __init__(
+        self, current: Callable[[], Any], make: Callable[[], Any], occupy: Callable[[Collective, Any], None]
+    ) -> None:
+        self.current, self.make, self._occupy = current, make, occupy
         self._stream = self._last = None
 
     def __call__(self, message: Collective, whole: Tensors, fill: Callable[[], object], is_async: bool) -> StreamWork:
         """Start a collective."""
-        stream = current = self._streams.current()
+        stream = current = self.current()
         if is_async:
-            stream = self._stream = self._stream or self._streams.make(self._group.title)
+            stream = self._stream = self._stream or self.make()
             stream.wait_stream(current)
         if self._last is not None:
             stream.wait_event(self._last)
         with stream:
-            self._streams.occupy(message, fill)
+            self._occupy(message, fill)
         self._last = stream.record_event()
-        return StreamWork(self._streams, self._last, *([whole, fill] if is_async else [[]]))
-
-
-class GpuStreams:
-    """The streams of a GPU, which waits on its own clock. A message takes the time of `fill` if that is longer."""
-
-    def __init__(self, links: Links) -> None:
-        self._links = links
-
-    def current(self) -> Any:
-        """Return the stream on which operations run."""
-        return torch.accelerator.current_stream()
-
-    def make(self, title: str) -> Any:
-        """Return a new stream."""
-        return torch.Stream(torch.accelerator.current_accelerator())
-
-    def occupy(self, message: Collective, fill: Callable[[], object]) -> None:
-        """Keep the current stream busy for as long as a message takes, and fill its results."""
-        seconds = self._links.seconds(message)
-        begun = torch.empty(1, dtype=torch.int64, device="cuda") if seconds else None
-        if begun is not None:
-            torch_private.note_device_time(begun)
-        fill()
-        if begun is not None:
-            torch_private.wait_on_device(begun, seconds)
+        return StreamWork(self, self._last, *([whole, fill] if is_async else [[]]))

@@ -8,8 +8,10 @@ for them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,33 +19,6 @@ from fullshard.api.rehearsal.group import NAME, Collective, CommunicatorLine, Re
 from fullshard.api.rehearsal.lines import HostWork, StreamLine
 from fullshard.api.virtual.device import VirtualDevice, VirtualStream
 from fullshard.comm.mesh import Mesh
-
-
-class VirtualStreams:
-    """The streams of a simulated device, whose tensors have no values to fill. They also count a group's messages."""
-
-    def __init__(self, device: VirtualDevice, group: RehearsedGroup) -> None:
-        self._device, self._group = device, group
-
-    def current(self) -> VirtualStream:
-        """See `GpuStreams`."""
-        return self._device.current
-
-    def make(self, title: str) -> VirtualStream:
-        """See `GpuStreams`."""
-        return VirtualStream(self._device, title)
-
-    def occupy(self, message: Collective, fill: Callable[[], object]) -> None:
-        """See `GpuStreams`."""
-        part = message.nbytes // message.ranks
-        self._group.sent_nbytes += (
-            message.nbytes if message.what == "ring" else message.times * part * (message.ranks - 1)
-        )
-        self._device.collectives += 1
-        self._device.clock.host += self._device.host.collective
-        inside, across, latency = message.seconds(self._device.cluster)
-        link = "link" if inside >= across else "link between hosts"
-        self._device.clock_task(message.what, link, max(inside, across), latency)
 
 
 @contextlib.contextmanager
@@ -55,8 +30,20 @@ def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]
         device.clock.host += device.host.message * math.ceil(math.log2(max(2, message.ranks)))
         return HostWork(0.0)
 
+    def occupy(group: RehearsedGroup, message: Collective, fill: Any) -> None:  # the device's tensors have no values
+        part = message.nbytes // message.ranks
+        group.sent_nbytes += message.nbytes if message.what == "ring" else message.times * part * (message.ranks - 1)
+        device.collectives += 1
+        device.clock.host += device.host.collective
+        inside, across, latency = message.seconds(device.cluster)
+        link = "link" if inside >= across else "link between hosts"
+        device.clock_task(message.what, link, max(inside, across), latency)
+
     def line(group: RehearsedGroup, kind: str) -> CommunicatorLine:
-        return send_from_host if kind == "cpu" else StreamLine(VirtualStreams(device, group), group)
+        if kind == "cpu":
+            return send_from_host
+        make = lambda: VirtualStream(device, group.title)  # noqa: E731 - a group gets its title late
+        return StreamLine(lambda: device.current, make, functools.partial(occupy, group))
 
     with register(line):
         dist.init_process_group(NAME, rank=rank, world_size=world_size, store=dist.HashStore())
