@@ -45,7 +45,7 @@ def check(run: Callable[[Any, str, str], None], several: tuple[Any, ...], timeou
 
 
 @given(together(programs))
-@settings(max_examples=80 // TOGETHER, derandomize=True)
+@settings(max_examples=48 // TOGETHER, derandomize=True)
 def test_random_programs(several: tuple[Program, ...]) -> None:
     check(run_program, several, 60)
 
@@ -59,7 +59,7 @@ def test_many_random_programs(several: tuple[Program, ...]) -> None:
 
 
 @given(together(programs_of_two))
-@settings(max_examples=20 // TOGETHER, derandomize=True)
+@settings(max_examples=12 // TOGETHER, derandomize=True)
 def test_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -> None:
     check(run_program_of_two, several, 60)
 

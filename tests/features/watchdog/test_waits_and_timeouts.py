@@ -128,7 +128,7 @@ def wait_for_a_dawdler(comm: str, where: str, directory: str) -> tuple[str, str]
     if where == "the norm of gradients":
         model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
-    WATCHDOG._asked = 3.0  # not before: a busy machine takes longer for what was before
+    WATCHDOG._asked = 2.0  # not before: a busy machine takes longer for what was before
     if rank == 1:
         until(done.exists)
         return "", ""
@@ -161,7 +161,7 @@ def test_who_is_waited_for_is_said_and_then_an_error(comm: str, where: str, tmp_
     step = r"\(step 3 of this process\)"
     assert re.match(rf"fullshard: rank 0 has waited \d+ s, in {where}.*{step}: {missing}", line), line
     assert line.count("\n") == 1
-    words = rf"rank 0, {where}.*: no answer from another rank for 3 s: {missing}.*{step}"
+    words = rf"rank 0, {where}.*: no answer from another rank for 2 s: {missing}.*{step}"
     assert re.match(words, error), error
 
 
@@ -177,7 +177,7 @@ def meet_alone(directory: str) -> list[str]:
         lambda: WATCHDOG.before_whole(init_mesh().shard_group, cuda),
     ]
     dist.barrier()
-    WATCHDOG._asked = 2.0
+    WATCHDOG._asked = 1.0
     if rank == 1:
         until(done.exists)
         return errors
@@ -196,7 +196,7 @@ def meet_alone(directory: str) -> list[str]:
 def test_on_accelerators_ranks_meet_from_host_to_host(tmp_path: Path) -> None:
     """NCCL's barrier ends with NCCL's time-out alone, and with the process."""
     (barrier, whole), _ = run_ranks(meet_alone, 2, str(tmp_path))
-    missing = r"no answer from another rank for 2 s: rank 1 \(process \d+ on \S+\) (is running, at|gives no sign)"
+    missing = r"no answer from another rank for 1 s: rank 1 \(process \d+ on \S+\) (is running, at|gives no sign)"
     assert re.match(rf"rank 0, the end of a barrier: {missing}", barrier), barrier
     assert re.match(rf"rank 0, gathering a whole tensor: rank 0 has given up: {missing}", whole), whole
 
@@ -207,7 +207,7 @@ def save_alone(directory: str) -> str:
     fully_shard(nn.Linear(8, 8))
     done = Path(directory) / "done"
     dist.barrier()
-    WATCHDOG._asked = 2.0
+    WATCHDOG._asked = 1.0
     if rank == 1:
         until(done.exists)
         return ""
@@ -223,7 +223,7 @@ def save_alone(directory: str) -> str:
 def test_a_checkpoint_of_several_axes_does_not_wait_for_ever(tmp_path: Path) -> None:
     begin = time.monotonic()
     said, _ = run_ranks(save_alone, 2, str(tmp_path))
-    missing = r"no answer from another rank for 2 s: rank 1 \(process \d+ on \S+\) "
+    missing = r"no answer from another rank for 1 s: rank 1 \(process \d+ on \S+\) "
     assert re.match(rf"lost the other ranks while exchanging metadata: {missing}", said), said
     assert time.monotonic() - begin < 40  # the group's own time-out is 60
 
