@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
 
-MOST_SECONDS = 15.0
+MOST_SECONDS = 10.0
 """Of processor time: five, and what a busy machine adds."""
 MISTAKE = 2
 
