@@ -100,6 +100,10 @@ def train(model: Any, kind: str, cut: Any = dict, ranks: int = 1) -> list[float]
     for batch in batches(kind):
         count = (batch["labels"][:, 1:] != -100).sum()
         loss = model(**cut(batch), num_items_in_batch=count).loss * ranks
+        if kind == "recomputed":  # the evaluation must not change what backward computes again
+            with torch.no_grad():
+                model.eval()(batch["input_ids"])
+            model.train()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

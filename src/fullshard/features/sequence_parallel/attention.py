@@ -39,7 +39,7 @@ class SplitSequences:
 
     Attributes:
         group: the ranks that share a batch.
-        is_split: whether the batch of the last forward was split.
+        is_split: whether the batch was split, in a running forward or else in the last one with gradients.
         padding: the attention mask of whole sequences, of shape (sequences, length), or None.
         documents: the number of the document of each token in whole sequences, or None if they are not packed.
     """
@@ -48,7 +48,7 @@ class SplitSequences:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._name, self._by_deepspeed = user_class(model).__name__, by_deepspeed
         self._deepspeeds: dict[tuple[int, ...], Any] = {}
-        self._has_attended = self.is_split = False
+        self._has_attended = self.is_split = self._was_split = False
         self._part: torch.Size | None = None
         self._length = 0
         self.padding: torch.Tensor | None = None
@@ -63,6 +63,7 @@ class SplitSequences:
         An evaluation computes such a batch whole on every rank. Cached generation always has whole sequences.
         """
         global _running
+        self._was_split = self.is_split
         kwargs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         tokens: Any = kwargs.get("input_ids")
         positions = kwargs.get("position_ids")
@@ -111,6 +112,8 @@ class SplitSequences:
                 hint="use a model of Transformers with attention in all layers, or leave out sp_size",
             )
         _running = None
+        if not torch.is_grad_enabled():  # a backward may still compute attention of an earlier forward again
+            self.is_split = self._was_split
         for name, value in output.items() if self._part is not None and output is not None else ():
             output[name] = tuple(map(self._join, value)) if isinstance(value, tuple) else self._join(value)
 
