@@ -1,1 +1,1 @@
-"""Rehearsal of one rank of a job on one device: messages of the others carry nothing, but take time."""
+"""Rehearsal of one rank of a job on one device. Messages carry no data of other ranks, but take time."""

@@ -1,6 +1,7 @@
-"""Lines on which messages take as long as on real links, with nothing sent: the host's time, or the GPU's.
+"""Lines on which messages take as long as on real links, although nothing is sent.
 
-A communicator runs its messages one after the other. Those of several communicators do not slow each other down.
+A line uses the host's time or a GPU's. A communicator runs its messages one after the other. Messages of different
+communicators do not slow each other down.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class StreamWork(_RunningWork):
 class StreamLine:
     """A line for tensors of a device. As with NCCL, its messages run on a stream of their own unless they are awaited.
 
-    The device itself waits until the time of a message is over. The host goes on.
+    The device itself waits until the time of a message is over, while the host continues.
 
     Args:
         current: returns the current stream.

@@ -1,6 +1,6 @@
-"""Measurement of a script that knows nothing of it: time and memory of its steps, and the values that it asked for.
+"""Measure the time and memory of an unchanged script's steps, and count the values that only other ranks know.
 
-A step ends with a step of the optimizer. Phases are told apart by calls of `backward` and of the optimizer.
+A step ends with a step of the optimizer. Calls of `backward` and of the optimizer separate the phases.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _split(
 
 
 def _keep_objects(place: Replaced) -> Callable[..., Any]:
-    """Wrap a function that receives objects, so that those of another rank stay as they are."""
+    """Wrap a function that receives objects, so that a list keeps its objects if another rank would send them."""
     signature = inspect.signature(place.torchs)
 
     @functools.wraps(place.torchs)
