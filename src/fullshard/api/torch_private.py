@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import _op_schema, experimental
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch, _pytree
@@ -126,6 +127,9 @@ Gloo another backend. Since torch 2.0."""
 parts_checked = Replaced.of(default_planner, "_validate_global_plan")
 """Checks that the parts that ranks save do not overlap, which they do in a rehearsal. Returns whether they do not, or a
 list of problems since torch 2.13. Since torch 2.0."""
+
+ranks_of_a_save = Replaced.of(_DistWrapper, "__init__")
+"""Creates what torch's saves and loads talk to the other ranks with, and says which rank plans. Since torch 2.0."""
 
 reduction_of: Callable[[Any], tuple[Any, Any]] = methodcaller("__getstate__")
 """The kind of a `dist.ReduceOp`, and the factor of a scaled sum or None. Since torch 2.0."""

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.api import torch_private
+from fullshard.api.rehearsal import saves
 from fullshard.api.rehearsal.group import NAME, RehearsedGroup, register, unknown
 from fullshard.api.rehearsal.lines import Links
 from fullshard.api.rehearsal.meter import Meter
-from fullshard.checkpoint import collect
 from fullshard.core.files import write_text
 from fullshard.core.imports import Replaced, replace
 from fullshard.launch import bootstrap
@@ -82,19 +82,13 @@ def replacements() -> dict[Replaced, Any]:
             torch_private.call_backend(group, asked)
         return group, store
 
-    collect.structure_problems = lambda manifest: []  # the other ranks' parts of a save are copies of this one's
     received = (Replaced.of(dist, f"{what}_object_list") for what in ("broadcast", "scatter", "recv"))
     return {
         groups: make_group,
-        torch_private.parts_checked: _find_no_overlap,
         Replaced.of(dist, "split_group"): _split,
         **{r: _keep_objects(r) for r in received},
+        **saves.replacements(),
     }
-
-
-def _find_no_overlap(*given: Any) -> Any:
-    found = torch_private.parts_checked.torchs(*given)
-    return [] if isinstance(found, list) else True
 
 
 def _split(
