@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import _op_schema, experimental
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch, _pytree
+from torch.utils.data import dataloader
 
 from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
 from fullshard.core.imports import Replaced
@@ -130,6 +131,12 @@ list of problems since torch 2.13. Since torch 2.0."""
 
 ranks_of_a_save = Replaced.of(_DistWrapper, "__init__")
 """Creates what torch's saves and loads talk to the other ranks with, and says which rank plans. Since torch 2.0."""
+
+copies_divided = Replaced.of(default_planner, "dedup_save_plans")
+"""Divides among ranks what several of them would save. The first argument is all plans. Since torch 2.3."""
+
+next_batch = Replaced.of(dataloader._BaseDataLoaderIter, "__next__")
+"""Returns the next batch of any DataLoader. A rehearsal measures how long it takes. Since torch 2.0."""
 
 reduction_of: Callable[[Any], tuple[Any, Any]] = methodcaller("__getstate__")
 """The kind of a `dist.ReduceOp`, and the factor of a scaled sum or None. Since torch 2.0."""

@@ -89,16 +89,26 @@ def _lines(found: dict[str, Any]) -> list[str]:
     """Return the answer in words."""
     from fullshard.core.sizes import format_nbytes
 
-    def ms(name: str) -> str:
-        return "not measured" if found[name] is None else f"{1000 * found[name]:.1f} ms"
+    def span(seconds: float | None) -> str:
+        if seconds is None:
+            return "not measured"
+        return f"{seconds:.1f} s" if seconds >= 10 else f"{1000 * seconds:.1f} ms"
 
     tokens = found["tokens_per_second"]
     where = "the GPU at hand" if found["is_on_gpu"] else "this CPU; memory is what the process has grown by"
     lines = [
         f"rank {found['rank']} of {found['as']}, rehearsed for {found['steps']} steps on {where}",
-        f"step: {ms('step_seconds')}, of which {ms('exposed_seconds')} wait for communication"
+        f"step: {span(found['step_seconds'])}, of which {span(found['exposed_seconds'])} wait for communication"
         + (f"; {tokens:,.0f} tokens/s on this rank" if tokens else ""),
     ]
+    if found["data_seconds"] is not None:
+        lines.append(f"data: {span(found['data_seconds'])} per step wait for the DataLoader, on average")
+    for kind, made in found["saves"].items():
+        if count := made["count"]:
+            later = made["background_seconds"] / count
+            behind = f" and {span(later)} in the background" if later else ""
+            size = format_nbytes(made["nbytes"] // count)
+            lines.append(f"saves by {kind}: {count} of {size}, {span(made['seconds'] / count)} each{behind}")
     for phase, peak in found["phases"].items():
         reserved = f", {format_nbytes(peak['reserved'])} reserved" if found["is_on_gpu"] else ""
         lines.append(f"{phase}: {format_nbytes(peak['allocated'])} at the peak{reserved}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fullshard.api import torch_private
+from fullshard.api.rehearsal import saves
 from fullshard.api.rehearsal.group import unknown
 from fullshard.api.rehearsal.lines import Links
 from fullshard.core.imports import Replaced, replace
@@ -42,11 +45,13 @@ class Meter:
         self._phase, self._depth = LOAD, 0
         self._peaks: dict[str, list[int]] = {}  # allocated and reserved bytes, by phase
         self._top = [0, 0]  # of the whole script
+        self._waited: float | None = None  # seconds for batches
         self._before = _of_process("VmRSS")
         _forget_peak()
         register_optimizer_step_pre_hook(lambda *_: self._turn(OPTIMIZER))
         register_optimizer_step_post_hook(self._end_step)
         self._backward, self._embed = Replaced.of(torch.autograd, "backward"), Replaced.of(nn.Embedding, "forward")
+        torch_private.next_batch.owner.__next__ = lambda batches: self._read(batches)
         # A plain function, because a bound method of this class would not become one of `nn.Embedding`.
         replace({self._backward: self._run_backward, self._embed: lambda *given: self._run_embedding(*given)})
 
@@ -79,6 +84,14 @@ class Meter:
             self._tokens[id(module)] += given.numel()
         return self._embed.torchs(module, given)
 
+    def _read(self, batches: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return torch_private.next_batch.torchs(batches)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                self._waited = (self._waited or 0.0) + time.perf_counter() - begin
+
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._turn(FORWARD)
         self._steps[id(optimizer)] += 1
@@ -88,6 +101,7 @@ class Meter:
         self._links.is_free = self._always_free or (count >= WARM_UP and (count - WARM_UP) % 2 == 1)
         if count == WARM_UP:
             self._tokens.clear()
+            self._waited = None
         if count == WARM_UP + 1:
             _forget_peak()
         if count == self._last:
@@ -101,12 +115,14 @@ class Meter:
             spans[is_free].append(_seconds_between(before, end))
         linked, free = (statistics.median(spans[kind]) if spans[kind] else None for kind in (False, True))
         step = free if self._always_free else linked
-        tokens = max(self._tokens.values(), default=0) / max(1, len(self._ends) - WARM_UP)
+        timed = max(1, len(self._ends) - WARM_UP)
+        tokens = max(self._tokens.values(), default=0) / timed
         allocated, reserved = self._top
         return {
             "steps": len(self._ends),
             "step_seconds": step,
             "exposed_seconds": None if linked is None or free is None else max(0.0, linked - free),
+            "data_seconds": None if step is None or self._waited is None else self._waited / timed,
             "tokens_per_second": tokens / step if step and tokens else None,
             "phases": {phase: {"allocated": peak[0], "reserved": peak[1]} for phase, peak in self._peaks.items()},
             "peak_allocated": allocated,
@@ -115,6 +131,7 @@ class Meter:
             "memory": self._device.memory,
             "fits": reserved + self._device.framework <= self._device.memory,
             "is_on_gpu": torch.cuda.is_available(),
+            "saves": saves.done,
             "unknown": dict(unknown),
         }
 
