@@ -130,16 +130,17 @@ class Meter:
             "needed": reserved + self._device.framework,
             "memory": self._device.memory,
             "fits": reserved + self._device.framework <= self._device.memory,
-            "is_on_gpu": torch.cuda.is_available(),
+            "is_on_gpu": torch.accelerator.is_available(),
             "saves": saves.done,
             "unknown": dict(unknown),
         }
 
 
 def _now() -> Any:
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         return time.perf_counter()
-    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+    event = torch.Event(torch.accelerator.current_accelerator(), enable_timing=True)
+    return torch.accelerator.current_stream().record_event(event)
 
 
 def _seconds_between(begin: Any, end: Any) -> float:
@@ -151,15 +152,15 @@ def _seconds_between(begin: Any, end: Any) -> float:
 
 def _peak(before: int) -> tuple[int, int]:
     """Return the peak of the allocated and of the reserved bytes. On a CPU, both are what the process has grown by."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    if torch.accelerator.is_available():
+        return torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()
     return (max(0, _of_process("VmHWM") - before),) * 2
 
 
 def _forget_peak() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
-    elif not torch.cuda.is_available():
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+    else:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 

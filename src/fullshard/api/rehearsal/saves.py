@@ -67,8 +67,8 @@ def _time(kind: str, place: Replaced, is_all: bool) -> Callable[..., Any]:
     def run(*given: Any, **named: Any) -> Any:
         if getattr(_here, "is_saving", False):
             return place.torchs(*given, **named)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the work before it is not the save's
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the work before it is not the save's
         begin, before, _here.is_saving = time.perf_counter(), _written(), True
         try:
             return place.torchs(*given, **named)

@@ -54,7 +54,7 @@ def main() -> None:
 
 def _variables(rank: int, count: int, per_host: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun would set for a rank."""
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else per_host
+    devices = torch.accelerator.device_count() or per_host
     host, local = divmod(rank, per_host)
     values = {
         "RANK": rank,
