@@ -91,9 +91,10 @@ def test_a_step_needs_collectives_that_every_backend_has() -> None:
     assert set(on_device(_other_collectives)) <= {*everywhere, "broadcast", "barrier"}
 
 
-def test_cuda_is_spoken_to_in_one_file() -> None:
-    """Everything else uses `torch.accelerator`, and works on any."""
+def test_cuda_is_spoken_to_in_two_files() -> None:
+    """Everything else uses `torch.accelerator`, and works on any. The second compiles a kernel that waits."""
     package = SOURCE / "fullshard"
+    theirs = (package / "launch" / "cuda.py", package / "api" / "torch_private.py")
     for path in (path for path in sorted(package.rglob("*.py")) if "cuda" in path.read_text()):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
@@ -101,7 +102,7 @@ def test_cuda_is_spoken_to_in_one_file() -> None:
             found |= any(name.startswith("torch.cuda") for name in names)
             found |= isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.cuda")
             place = f"{path}:{getattr(node, 'lineno', 0)}"
-            assert not found or path == package / "launch" / "cuda.py", place
+            assert not found or path in theirs, place
 
 
 def _torchs(offloads: bool) -> dict[str, list[list[torch.Tensor]]]:
