@@ -47,10 +47,10 @@ def choices_for(group: dist.ProcessGroup | None, device: torch.device, *, only_t
     if group is None or dist.get_world_size(group) == 1:
         return [Candidate(Alone(), "none", "one rank has nobody to communicate with")]
     own, name = NativeCollectives(group), dist.get_backend(group)
-    if device.type == "cpu" and torch_private.backend_of(group, device) is None:
-        return [Candidate(own, name, "the group is written in Python")]
     tried = [] if only_torchs else [backend(group, device) for backend in _BACKENDS]
     found = [each for each in tried if isinstance(each, Candidate)]
+    if device.type == "cpu" and torch_private.backend_of(group, device) is None:
+        return [*found, Candidate(own, name, "the group is written in Python")]
     if device.type != "cpu":
         return [*found, Candidate(own, name, "it is made for the devices' own links")]
     reasons = ["Gloo's own are slower"] if found else [each for each in tried if isinstance(each, str)]

@@ -189,7 +189,7 @@ class RehearsedGroup(_GROUP):  # type: ignore[misc]
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Any:
         # Every rank sends what this one sends to itself.
         whole = max(outputs, inputs, key=lambda tensors: sum(t.numel() for t in tensors))
-        return self.carry("all-to-all", whole, options, lambda: _repeat(outputs, inputs[self.rank()]))
+        return self.carry("all-to-all", whole, options, lambda: repeat(outputs, inputs[self.rank()]))
 
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, sizes: list[int], own_sizes: list[int], options: Any = None
@@ -197,11 +197,11 @@ class RehearsedGroup(_GROUP):  # type: ignore[misc]
         # Every rank sends what this one sends to itself.
 
         if self.size() > 1 and sum(map(bool, own_sizes)) == 1:  # each rank sends all it has to one other
-            return self.carry("ring", [given], options, lambda: _repeat([output], given))
+            return self.carry("ring", [given], options, lambda: repeat([output], given))
 
         def fill() -> None:
             parts = [t.split(s) if s else t.chunk(self.size()) for t, s in ((output, sizes), (given, own_sizes))]
-            _repeat(parts[0], parts[1][self.rank()])
+            repeat(parts[0], parts[1][self.rank()])
 
         return self.carry("all-to-all", [max(output, given, key=torch.numel)], options, fill)
 
@@ -275,11 +275,11 @@ def _copy(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Se
     return outputs
 
 
-def _repeat(outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
+def repeat(outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
     """Fill each output with the elements of `given`, over and over if it has more of them."""
     for output in (output.data for output in outputs):
         if output.numel() and given.numel():
-            order = torch.arange(output.numel(), device=given.device) % given.numel()
-            output.copy_(given.data.reshape(-1)[order].view_as(output))
+            for part in output.view(-1).split(given.numel()):  # without memory of its own
+                part.copy_(given.data.reshape(-1)[: part.numel()])
         else:
             output.zero_()

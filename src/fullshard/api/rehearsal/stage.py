@@ -24,7 +24,9 @@ from fullshard.api import torch_private
 from fullshard.api.rehearsal import saves
 from fullshard.api.rehearsal.group import NAME, RehearsedGroup, register, unknown
 from fullshard.api.rehearsal.lines import Links
+from fullshard.api.rehearsal.messages import messages_of
 from fullshard.api.rehearsal.meter import Meter
+from fullshard.comm.select import register_backend
 from fullshard.core.files import write_text
 from fullshard.core.imports import Replaced, replace
 from fullshard.launch import bootstrap
@@ -40,6 +42,8 @@ def main() -> None:
     links = Links(of_links, is_free=options["links"] == "free")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(_variables(options["rank"], cluster.count, cluster.per_host, store.port))
+    if cluster.device.is_cpu:
+        register_backend(messages_of)
     with register(links.line):
         replace(replacements())
         meter = Meter(links, options["steps"], cluster.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.select import Candidate
 from fullshard.features.shared_memory.collectives import SharedMemoryCollectives
 from fullshard.features.shared_memory.peers import connect
@@ -23,6 +24,8 @@ def share_memory(group: dist.ProcessGroup, device: torch.device) -> Candidate | 
     """
     if device.type != "cpu":
         return "only host memory is shared"
+    if torch_private.backend_of(group, device) is None:
+        return "the group is written in Python"
     made = connect(group, lambda peers: SharedMemoryCollectives(group, peers))
     if isinstance(made, str):
         return f"the ranks do not share memory: {made}"
