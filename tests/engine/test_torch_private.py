@@ -1000,6 +1000,30 @@ def which_parts_overlap() -> None:
     assert torch_private.parts_checked.torchs([], Metadata({})) in (True, [])
 
 
+@check("ranks_of_a_save")
+def who_plans_a_save() -> None:
+    ranks = object.__new__(torch_private.ranks_of_a_save.owner)
+    torch_private.ranks_of_a_save.torchs(ranks, None, False, 0)
+    assert (ranks.rank, ranks.is_coordinator, ranks.coordinator_rank) == (0, True, 0)
+
+
+@check("copies_divided")
+def what_several_ranks_would_save() -> None:
+    from torch.distributed.checkpoint import SavePlan
+    from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+    plans = [SavePlan(_create_write_items(name, torch.ones(2))) for name in ("shared", "shared", "own")]
+    divided = torch_private.copies_divided.torchs(plans)
+    assert sorted(len(plan.items) for plan in divided) == [0, 1, 1]
+    assert len(divided[2].items) == 1
+
+
+@check("next_batch")
+def every_loader_asks_for_batches() -> None:
+    data: Any = [1.0, 2.0]
+    assert torch_private.next_batch.torchs(iter(DataLoader(data))) == 1.0
+
+
 @check("reduction_of")
 def kinds_of_reductions() -> None:
     options = dist.AllreduceOptions()
