@@ -60,8 +60,8 @@ class Collective:
 
 
 CommunicatorLine = Callable[[Collective, Tensors, Callable[[], object], bool], dist.Work]
-"""What a communicator sends over, one collective after the other. It starts one: the second argument must not be freed
-before it has ended, the third writes its results, and the last says whether it is asynchronous."""
+"""Starts a collective on a communicator, which runs one after the other. The tensors in the second argument must not be
+freed before the collective has ended, the third argument writes its results, and the last says if it is async."""
 
 Lines = Callable[["RehearsedGroup", str], CommunicatorLine]
 """Returns the line of a group for tensors of one kind of device."""

@@ -42,7 +42,7 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 
 SENT = ("gather", "reduce", "replicate", "cp", "sp")
-"""What the bytes are for that a rank sends in a step."""
+"""The purposes for which a rank sends bytes in a step."""
 
 
 @dataclass(frozen=True, slots=True)

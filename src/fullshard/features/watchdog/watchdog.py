@@ -336,7 +336,8 @@ class Watchdog(Watcher):
         """Return why another rank of these groups gave up, or "", because waits in shared memory do not notice it."""
         text = torch_private.default_store().get(_GIVEN_UP).decode()
         rank = int(text.split()[1]) if text else dist.get_rank()
-        is_near = any(rank in dist.get_process_group_ranks(group) for group in list(self.groups))
+        closed = [group for group in PROGRESS.groups if group in self.groups]  # a group made later is still open
+        is_near = any(rank in dist.get_process_group_ranks(group) for group in closed)
         return text if is_near and rank != dist.get_rank() else ""
 
     def _tell(self, key: str, text: str) -> None:
