@@ -185,7 +185,18 @@ def test_every_help_page_fits_80_columns() -> None:
 
 
 def test_a_plan_breaks_no_line_in_a_pipe_and_fits_80_columns_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["plan", "--model", "Llama-3.1-8B", "--devices", "8xH100", "--micro-batch", "2", "--seq-len", "8192"]
+    words = [
+        "plan",
+        "--model",
+        "Llama-3.1-8B",
+        "--devices",
+        "8xH100",
+        "--micro-batch",
+        "2",
+        "--seq-len",
+        "8192",
+        "--details",
+    ]
     monkeypatch.delenv("COLUMNS", raising=False)
     piped = CliRunner().invoke(app, words).output.splitlines()
     assert [line for line in piped if line.startswith("8 x H100") and line.endswith("checkpointing none")]

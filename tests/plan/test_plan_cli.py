@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +24,13 @@ from torch import nn
 
 from fullshard.api.planning import plan_run, planned_device
 from fullshard.cli.plan import _question
+from fullshard.config.flags import parse
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment
+from fullshard.plan.answer import launch_command
 from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration
@@ -50,11 +53,39 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_here("plan", *arguments)
 
 
-def test_it_answers_in_tables() -> None:
-    done = run("--model", "Llama-3.1-8B", "--devices", "8xH100", "--checkpointing", "full")
+def test_it_answers_in_a_few_lines_and_tables_on_request() -> None:
+    words = ("--model", "Llama-3.1-8B", "--devices", "8xH100", "--checkpointing", "full", "--price", "2.5")
+    done = run(*words)
     assert done.returncode == 0, done.stderr
-    for word in ("main weights", "optimizer state", "logits", "tokens/s", "MFU", "fits", "disk"):
-        assert word in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 9 and max(map(len, lines)) <= 80
+    heads = (
+        "Llama-3.1-8B on 8 x H100",
+        "fits: needs",
+        "speed: ",
+        "cost: ",
+        "run: fullshard launch ",
+        "the script must use",
+    )
+    assert [any(line.startswith(head) for line in lines) for head in heads] == [True] * len(heads)
+    detailed = run(*words, "--details").stdout
+    assert detailed.startswith(done.stdout.partition("--details")[0])
+    for word in ("main weights", "optimizer state", "logits", "tokens/s", "MFU", "disk", "note: "):
+        assert word in detailed
+    cost = json.loads(run(*words, "--json").stdout)
+    assert cost["cost"] == pytest.approx(2.5 * 8 / 3600 / cost["time"]["tokens_per_second"] * 1e9)
+
+
+def test_the_command_to_run_starts_what_was_planned() -> None:
+    """Its settings are those of the file that --write would write."""
+    job = {"strategy": "HYBRID_SHARD", "shard_size": 8, "checkpointing": "selective", "forward_prefetch": False}
+    plan = evaluate(load_model("GPT-2")[0], Job.of({**job, "seq_len": 512}), parse_cluster("16xA100-80"))
+    line = parse(shlex.split(launch_command(plan))[2:])
+    assert line.target == "SCRIPT.py"
+    config = resolve(line.readings()).config
+    assert config.model_copy(update={"launch": config.launch.model_copy(update={"device": "cuda"})}) == as_run_config(
+        plan
+    )
 
 
 @pytest.mark.parametrize(("devices", "most"), [pytest.param("8xH100", 1.6, marks=pytest.mark.full), ("1024xH100", 1.0)])
@@ -103,7 +134,24 @@ def test_json_has_everything(tmp_path: Path) -> None:
 def test_what_does_not_fit_comes_with_changes() -> None:
     done = run("-m", "Llama-2-7B", "-d", "8xRTX4090", "--micro-batch", "4")
     assert done.returncode == 1
-    assert "does not fit" in done.stdout and "what would make it fit" in done.stdout
+    answer = done.stdout.replace(" \\\n    ", " ")
+    assert "does not fit" in answer and "what would make it fit, cheapest first" in answer
+    commands = [line.strip() for line in answer.splitlines() if line.startswith("  fullshard plan ")]
+    assert len(commands) == 3
+    for command in commands:
+        again = run(*shlex.split(command)[2:])
+        assert again.returncode == 0, command
+
+
+@pytest.mark.parametrize("words", [("-d", "1 x A100-80"), ("-d", "A100-80", "--hosts", "1")])
+def test_more_devices_are_a_command(words: tuple[str, ...]) -> None:
+    done = run("-m", "Llama-2-7B", *words, "--no-forward-prefetch", "--seq-len", "4k")
+    lines = done.stdout.replace(" \\\n    ", " ").splitlines()
+    command = next(after for line, after in itertools.pairwise(lines) if " x A100-80 in " in line and line[0] == "*")
+    again = run(*shlex.split(command)[2:], "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["devices"]["count"] > 1
+    assert json.loads(again.stdout)["job"]["forward_prefetch"] is False
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,10 @@ def plan(
     config: Config = None,
     auto: Auto = False,
     margin: Margin = None,
+    details: Annotated[bool, typer.Option("--details", help="Print all tables and notes")] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of a device and hour, to print the cost of a billion tokens")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     write: Write = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists")] = False,
@@ -81,8 +85,10 @@ def plan(
     Reports whether the run fits and, if it does not, what would make it fit. The exit code is 0 if it fits, 1 if it
     does not, and 2 if the arguments are invalid.
     """
+    from fullshard.plan.answer import PlanQuestion, as_text, filled
     from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate
     from fullshard.plan.library import load_model
+    from fullshard.plan.report import as_dict
     from fullshard.plan.search import pareto, search
 
     if overwrite and write is None and calibrate is None:
@@ -108,6 +114,7 @@ def plan(
     if str(given.get("strategy")).lower() == "auto":
         auto = True
         del given["strategy"]
+    asked = dict(given)
     job, cluster, more = _question(given, devices, hosts, config)
     notes += more
     front: list[Plan] = []
@@ -118,7 +125,15 @@ def plan(
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     if write is not None:
         _write(chosen, write, config, overwrite=overwrite)
-    _print(chosen, changes, notes, front, as_json=as_json)
+    if as_json:
+        values = as_dict(chosen, changes, notes) | ({"pareto": list(map(as_dict, front))} if front else {})
+        typer.echo(json.dumps(values | ({} if price is None else {"cost": chosen.cost_of(price)}), indent=2))
+    else:
+        options = {"--model": model, "--devices": devices, "--hosts": hosts, "--config": config}
+        typer.echo(as_text(chosen, changes, PlanQuestion(options, asked, price)))
+        for note in notes:
+            typer.echo(filled(f"note: {note}"))
+        _print_details(chosen, changes, front) if details else _name_details(chosen, front)
     if not chosen.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -205,20 +220,24 @@ _PIPE_WIDTH = 400
 """The width of output to a pipe, so large that lines are not wrapped."""
 
 
-def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], *, as_json: bool) -> None:
-    from fullshard.plan.report import as_dict, as_tables, front_table
-
-    if as_json:
-        pareto = {"pareto": [as_dict(other) for other in front]} if front else {}
-        typer.echo(json.dumps(as_dict(plan, changes, notes) | pareto, indent=2))
-        return
+def _print_details(plan: Plan, changes: list[Any], front: list[Plan]) -> None:
     from rich.console import Console
+
+    from fullshard.plan.report import as_tables, front_table
 
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(width=None if is_sized else _PIPE_WIDTH)
-    console.print(as_tables(plan, changes, notes))
+    console.print(as_tables(plan, changes))
     if front:
         console.print(front_table(front, "no other is both faster and smaller"))
+
+
+def _name_details(plan: Plan, front: list[Plan]) -> None:
+    from fullshard.plan.evaluate import notes_of
+
+    notes, others = len(notes_of(plan)), len(front) - 1
+    besides = f" and {others} other plan{'s' * (others > 1)}" if others > 0 else ""
+    typer.echo(f"--details prints all figures, {notes} note{'s' * (notes != 1)} on what is assumed{besides}")
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:

@@ -40,6 +40,9 @@ ERROR_BAR = 0.93, 1.17
 """Measured memory divided by predicted memory: the 10th and the 90th percentile of published runs, which
 `tests/plan/test_plan_published.py` asserts."""
 
+SPEED_BAR = 0.89, 1.18
+"""Measured speed divided by predicted speed, likewise."""
+
 MARGIN = 0.92
 """The fraction of a device's memory that a plan should use at most."""
 
@@ -139,6 +142,15 @@ class Plan:
     def expected(self) -> tuple[int, int]:
         """The range in bytes, around the prediction, in which four out of five published runs were."""
         return round(ERROR_BAR[0] * self.memory.needed), round(ERROR_BAR[1] * self.memory.needed)
+
+    @property
+    def expected_speed(self) -> tuple[float, float]:
+        """The range in tokens/s, around the prediction, in which four out of five published runs were."""
+        return SPEED_BAR[0] * self.time.tokens_per_second, SPEED_BAR[1] * self.time.tokens_per_second
+
+    def cost_of(self, price: float) -> float:
+        """Return what a billion tokens cost if a device costs `price` per hour."""
+        return price * self.cluster.count / 3600 / self.time.tokens_per_second * 1e9
 
     @property
     def confidence(self) -> str:
@@ -304,6 +316,9 @@ class Change:
     cost: float  # the factor by which the change multiplies the time per token. Below 1, training becomes faster.
 
 
+_FEW = 3
+"""The number of changes below which pairs are tried."""
+
 _Offer = tuple[str, dict[str, Any]]
 """A change, described in words and as settings."""
 
@@ -311,8 +326,8 @@ _Offer = tuple[str, dict[str, Any]]
 def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
     """Return the cheapest changes that make `plan` fit into the fraction `margin` of its device's memory.
 
-    Each result changes a single setting, or two if one is not enough. The same parameters are trained as before. If no
-    such change is enough, adapters are proposed.
+    Each result changes a single setting, or two if few single changes are enough. The same parameters are trained as
+    before. If no such change is enough, adapters are proposed.
     """
 
     def fitting(offers: Iterable[_Offer]) -> list[Change]:
@@ -325,10 +340,14 @@ def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> li
         return found
 
     singles = _changes(plan)
+    found = fitting(singles)
+    enough = {change.words for change in found}
     pairs = (  # with full checkpointing, which needs less than selective
         (f"{first}, and {second}", {**one, **two})
         for (first, one), (second, two) in itertools.combinations(singles, 2)
-        if not one.keys() & two.keys() and "selective" not in (one.get("checkpointing"), two.get("checkpointing"))
+        if not {first, second} & enough
+        and not one.keys() & two.keys()
+        and "selective" not in (one.get("checkpointing"), two.get("checkpointing"))
     )
     least = {"checkpointing": "full", "strategy": "FULL_SHARD", "shard_size": None}
     methods = (
@@ -338,10 +357,10 @@ def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> li
         )
         for method in {"full": ("lora", "qlora"), "lora": ("qlora",)}.get(plan.job.method, ())
     )
-    found = fitting(singles) or fitting(pairs) or fitting(methods)
-    if len(found) < most:
-        found += _with_more_devices(plan, margin)
-    return sorted(found, key=lambda change: change.cost)[:most]
+    if len(found) < _FEW:
+        found += fitting(pairs)
+    found = found or fitting(methods)
+    return sorted(found + _with_more_devices(plan, margin), key=lambda change: change.cost)[:most]
 
 
 def _changes(plan: Plan) -> list[_Offer]:

@@ -17,17 +17,15 @@ from fullshard.plan.job import Job
 from fullshard.plan.memory import CATEGORIES
 
 
-def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
-    """Return the complete plan as tables to print."""
+def as_tables(plan: Plan, changes: Sequence[Change]) -> RenderableType:
+    """Return the figures behind a plan as tables to print."""
     parts: list[RenderableType] = [Text(_headline(plan)), _memory_table(plan), _rest_table(plan)]
-    colors = {"fits": "green", "fits, tight": "yellow", "may not fit": "yellow", "does not fit": "red"}
-    parts.append(Text(plan.verdict, style=f"bold {colors[plan.confidence]}"))
     if changes:
         table = Table("what would make it fit", "needs, GiB", "time per token", title=None)
         for change in changes:
             table.add_row(change.words, f"{change.plan.memory.needed / GIB:.1f}", f"x {change.cost:.2f}")
         parts.append(table)
-    parts += [Text(f"note: {note}") for note in (*notes, *notes_of(plan))]
+    parts += [Text(f"note: {note}") for note in notes_of(plan)]
     return Group(*parts)
 
 
