@@ -12,6 +12,15 @@ they are 335 and 322 of 989 TFLOP/s, also a tenth less with a mask (FlashAttenti
 6). PyTorch's `sdpa` uses FlashAttention 2 if it does not have to read a mask. Heads of 64 and of 256 reach 0.89 of
 these fractions. With S keys per query, the fractions are multiplied by S / (S + 350).
 
+Version 2 runs on Blackwell with the instructions of an A100, and hardly faster than on an H100: 354 to 362 TFLOP/s with
+heads of 128 in forward (pytorch-labs/tritonbench, pull request 171). Two versions are written for one architecture:
+
+    flash3    Hopper. Forward 621 TFLOP/s with 16,384 keys (pytorch/benchmark, pull request 2391), a tenth less with a
+              mask. Backward 1.62 times as fast as version 2, the middle of what the paper says (1.5 to 1.75). cuDNN,
+              which Transformer Engine runs, is as fast (arXiv 2407.08608, figure 5)
+    flash4    Blackwell. 1418 TFLOP/s in forward and 1209 in backward with a mask and 8,192 keys
+              (Dao-AILab/flash-attention, pull request 2280)
+
 The following table shows the kernel that PyTorch's `sdpa` runs on an accelerator, up to version 2.13. It is based on
 `can_use_flash_attention` and `can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
 and on the arguments that Transformers passes (`use_gqa_in_sdpa`):
@@ -37,6 +46,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fullshard.core.dtypes import itemsize
+from fullshard.core.errors import ConfigError
 from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block
@@ -57,6 +67,21 @@ _HALF = 350
 _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 
 
+_WRITTEN_FOR = {
+    "flash3": ("Hopper", ("H100", "H200", "H800")),
+    "flash4": ("Blackwell", ("B200", "B300", "GB200", "GB300")),
+}
+"""The architecture that a version of flash attention is written for, and how the names of its devices begin."""
+
+_FRACTIONS = {"flash3": (0.9 * 621 / 989, 1.62 * 0.305), "flash4": (1418 / 2250, 1209 / 2250)}
+"""Fractions of the peak that these versions reach in forward and in backward, with a mask and heads of 128."""
+
+
+def fractions(job: Job, device: Device) -> tuple[float, float]:
+    """Return the fractions of the peak that attention reaches for long sequences, in forward and in backward."""
+    return _FRACTIONS.get(job.attention, (device.flash, device.flash))
+
+
 def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
     """Return the number of keys that a query sees on average, or the number without a mask if `whole` is set."""
     if whole:
@@ -75,6 +100,16 @@ def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = Fa
 def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
     """Return attention's fraction of the peak FLOP/s. `flash` is the fraction for long sequences and heads of 128."""
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
+
+
+def check_kernel(job: Job, device: Device) -> None:
+    """Raise `ConfigError` if the job wants a version of flash attention that is not written for the device."""
+    architecture, names = _WRITTEN_FOR.get(job.attention, ("", ("",)))
+    if not device.name.startswith(names):
+        raise ConfigError(
+            f"attention {job.attention} runs on {architecture}, but the device is {device.name}",
+            hint="use attention flash",
+        )
 
 
 def what_runs(block: Block, job: Job, device: Device) -> Way:

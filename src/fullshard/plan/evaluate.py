@@ -17,7 +17,7 @@ from fullshard.core.offload import Offload
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
-from fullshard.plan.attention import what_runs
+from fullshard.plan.attention import check_kernel, what_runs
 from fullshard.plan.axes import check_groups, dealt
 from fullshard.plan.axes import sent_nbytes as sent_on_axes
 from fullshard.plan.hardware import Cluster
@@ -187,6 +187,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
 
 def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
     """Predict a job. As many units as fit in `budget` bytes, or those that the strategy keeps, stay unsharded."""
+    check_kernel(job, cluster.device)
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()

@@ -97,7 +97,8 @@ _A100 = "NVIDIA A100 data sheet 2022; 8 x 200 Gb/s per host (DGX A100)"
 _A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 Gb/s per host and pair"
 _IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
 
-_FASTER: dict[str, Any] = {"flash": 0.305}  # an assumption, because version 2 was not written for these devices
+_FASTER: dict[str, Any] = {"flash": 0.305}  # measured on an H100, assumed for AMD's
+_BLACKWELL: dict[str, Any] = {"flash": 0.9 * 358 / 2250}  # version 2 with heads of 128: tritonbench, pull request 171
 
 # Memory is as the driver reports it if that is less than the name suggests (39.6 GiB for 40 GB).
 _ALL = (
@@ -114,13 +115,13 @@ _ALL = (
     _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)",
          **_FASTER),
     _gpu("H200-NVL", 150.1, (835, 417), 4800, 64, 25, "NVIDIA H200 NVL data sheet 2024; PCIe 5.0 x16", **_FASTER),
-    _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host", **_FASTER),
+    _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host", **_BLACKWELL),
     _gpu("B300", 287.4, (2250, 1125), 8000, 900, 100, "NVIDIA DGX B300 data sheet 2025; 8 x 800 Gb/s per host",
-         **_FASTER),
+         **_BLACKWELL),
     _gpu("GB200", 197.6, (2500, 1250), 8000, 900, 50, f"NVIDIA GB200 NVL72 page 2024; {_IN_A_RACK} 400 Gb/s each",
-         per_host=4, rack=72, **_FASTER),
+         per_host=4, rack=72, **_BLACKWELL),
     _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
-         per_host=4, rack=72, **_FASTER),
+         per_host=4, rack=72, **_BLACKWELL),
     _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host",
          **_FASTER),
     _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host",

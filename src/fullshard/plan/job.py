@@ -23,7 +23,7 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-mo
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
-Kernel = Literal["flash", "sdpa", "eager"]
+Kernel = Literal["flash", "flash3", "flash4", "sdpa", "eager"]
 
 
 BALANCE = 1.25
@@ -116,7 +116,9 @@ class Job(View):
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
     step_in_backward: bool = of_run("training.step_in_backward")
     attention: Kernel = Field(
-        "flash", description="flash (version 2) or sdpa, which keep no scores, or eager, which does"
+        "flash",
+        description="flash (version 2), flash3 (Hopper), flash4 (Blackwell) or sdpa, which keep no scores, or eager, "
+        "which does",
     )
     loss: Loss = Field(
         "eager",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.activations import between_products_nbytes, layer_activations, passes_over_scores
-from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, part_of_size, what_runs
+from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, fractions, part_of_size, what_runs
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
@@ -67,11 +67,11 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
     way = what_runs(block, job, device)
     dtype = "float32" if way == "math" else job.compute_dtype
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
-    speed = device.peak(dtype) * device.efficiency
     if way not in WRITTEN_OUT and not device.is_cpu and itemsize(dtype) == 2:
         keys = min(job.seq_len // job.cp, block.window or job.seq_len)  # of one block of a ring
-        speed = device.flops * part_of_size(block.head_dim, keys, flash=device.flash)
-    seconds = flops / speed
+        parts = [part_of_size(block.head_dim, keys, flash=flash) for flash in fractions(job, device)]
+        return flops / (device.flops * parts[0]), BACKWARD * flops / (device.flops * parts[1])
+    seconds = flops / (device.peak(dtype) * device.efficiency)
     if way in WRITTEN_OUT and not device.is_cpu:
         scores = flops / (2 * block.head_dim + 2 * (block.value_dim or block.head_dim))
         seconds = max(

@@ -121,6 +121,7 @@ def time_step(
         "offload": bool(job.on_host) or job.on_host.activations,
         "compile": job.compile,
         "loss": job.loss != "eager",
+        "attention": job.attention in ("flash3", "flash4"),
         "step in backward": job.schedule.steps_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }
