@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 import torch
@@ -16,7 +16,9 @@ from fullshard.config.schema import Dtype, RunConfig
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.sizes import format_nbytes
+from fullshard.engine.lookup import units_of
 from fullshard.engine.precision import dtype_name
+from fullshard.engine.unit import Unit
 from fullshard.features.quantized_weights.marks import form_at
 from fullshard.features.quantized_weights.scales import is_exact
 from fullshard.features.unit_selection import unit_modules
@@ -39,12 +41,13 @@ _OF_PEFT = "base_model.model."
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
     """Return the units into which the engine would divide `model`, with the dtypes and `requires_grad` of parameters.
 
+    If the model is sharded, these are its units and the dtypes of its sharded parameters.
     The operations of a layer are known for the families in `fullshard.plan.families`, which are identified by the
     model's `config`. For other models, activations are not predicted. `policy` is the `policy` argument of
     `fullshard.features.unit_selection.unit_modules`.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    plans = partition([model], unit_modules(model, policy))
+    plans = [_held_by(unit) for unit in units_of(model)] or partition([model], unit_modules(model, policy))
     order = {id(module): position for position, module in enumerate(model.modules())}
     first = min((order[id(plan.modules[0])] for plan in plans[:-1]), default=0)
     config, family = getattr(model, "config", None), None
@@ -103,7 +106,7 @@ def plan_model(
             hint="remove them, or plan from a config.json",
         )
     shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
-    job = Job.of({"base_dtype": _base_dtype(shape), **settings})
+    job = Job.of({"base_dtype": base_dtype(shape), **settings})
     shape = shape.map(
         lambda _, p: [dataclasses.replace(p, dtype=main_dtype(p.dtype, trainable=p.trainable, mode=job.precision))]
     )
@@ -151,7 +154,7 @@ def planned_device(device: torch.device) -> str:
     return row.name
 
 
-def _base_dtype(model: ModelShape) -> str:
+def base_dtype(model: ModelShape) -> str:
     """Return the most common storage dtype of the weights. Only dtypes that a job supports are considered."""
     numels: Counter[str] = Counter()
     for parameter in model.parameters:
@@ -167,6 +170,12 @@ def _folded_ranks(model: nn.Module) -> dict[tuple[int, str], int]:
         (id(module.get_base_layer()), module.parameter_name): sum(module.r.get(name, 0) for name in module.lora_A)
         for module in adapted
     }
+
+
+def _held_by(unit: Unit) -> UnitPlan:
+    """Return what a unit was made from, with its sharded parameters."""
+    entries: Iterable[tuple[Slot, Any]] = unit.entries
+    return UnitPlan(unit.modules, [dataclasses.replace(slot, parameter=held) for slot, held in entries])
 
 
 def _unit(

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,6 +96,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         return f"{seconds:.1f} s" if seconds >= 10 else f"{1000 * seconds:.1f} ms"
 
     tokens = found["tokens_per_second"]
+    said = "" if found["planned"] is None else f" (plan: {format_nbytes(found['planned'])})"
     where = "the GPU at hand" if found["is_on_gpu"] else "this CPU; memory is what the process has grown by"
     lines = [
         f"rank {found['rank']} of {found['as']}, rehearsed for {found['steps']} steps on {where}",
@@ -111,10 +113,16 @@ def _lines(found: dict[str, Any]) -> list[str]:
             lines.append(f"saves by {kind}: {count} of {size}, {span(made['seconds'] / count)} each{behind}")
     for phase, peak in found["phases"].items():
         reserved = f", {format_nbytes(peak['reserved'])} reserved" if found["is_on_gpu"] else ""
-        lines.append(f"{phase}: {format_nbytes(peak['allocated'])} at the peak{reserved}")
+        planned = ""
+        if peak["planned"] is not None:
+            more = peak["allocated"] - peak["planned"]
+            planned = f", plan {format_nbytes(peak['planned'])}, {'+' if more >= 0 else '-'}{format_nbytes(abs(more))}"
+        lines.append(f"{phase}: {format_nbytes(peak['allocated'])} at the peak{planned}{reserved}")
+    if found["unplanned"]:
+        lines.append(f"no plan beside it: {found['unplanned']}")
     lines.append(
         f"{'fits' if found['fits'] else 'does not fit'}: needs {format_nbytes(found['needed'])} with what the runtime "
-        f"takes, and a device has {format_nbytes(found['memory'])}"
+        f"takes{said}, and a device has {format_nbytes(found['memory'])}"
     )
     return [
         *lines,
@@ -128,4 +136,5 @@ def _asked(found: dict[str, Any]) -> str:
     hint = (
         "" if "steps" in found else "hint: if the script cannot go on without them, rehearse the rank that has them\n"
     )
-    return asked and f"asked for values that only other ranks know, and kept what was there: {asked}\n{hint}"
+    said = textwrap.fill(f"asked for values that only other ranks know, and kept what was there: {asked}", 80)
+    return asked and f"{said}\n{hint}"

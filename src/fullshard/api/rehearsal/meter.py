@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from fullshard.api import torch_private
 from fullshard.api.rehearsal import saves
 from fullshard.api.rehearsal.group import unknown
 from fullshard.api.rehearsal.lines import Links
+from fullshard.api.rehearsal.planned import Batches, Planned, engine_of, read_job
+from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.imports import Replaced, replace
 from fullshard.features.auto_reshard import entry_nbytes
-from fullshard.plan.hardware import Device
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.shapes import ModelShape
 
 WARM_UP = 2
 """The steps that are not timed. The first creates the optimizer's state, and the engine learns the order of units."""
@@ -38,9 +42,12 @@ class Meter:
     Every second step after the warm-up runs with free links. What that saves is the exposed communication.
     """
 
-    def __init__(self, links: Links, steps: int | None, device: Device) -> None:
-        self._links, self._last, self._device, self._always_free = links, steps, device, links.is_free
-        self._steps, self._tokens = Counter[int](), Counter[int]()  # by optimizer and by embedding
+    def __init__(self, links: Links, steps: int | None, cluster: Cluster) -> None:
+        self._links, self._last, self._cluster, self._always_free = links, steps, cluster, links.is_free
+        self._steps = Counter[int]()  # by optimizer
+        self._reads = Counter[int](), Counter[int](), Counter[int]()  # tokens, sequences and calls, by embedding
+        self._job: str | tuple[ModelShape, dict[str, Any]] = "the script has taken no step"  # or its job
+        self._engine: str | None = None
         self._ends: list[tuple[Any, bool]] = []  # when each step ended, and whether its links were free
         self._phase, self._depth = LOAD, 0
         self._peaks: dict[str, list[int]] = {}  # allocated and reserved bytes, by phase
@@ -81,7 +88,9 @@ class Meter:
 
     def _run_embedding(self, module: nn.Module, given: torch.Tensor) -> Any:
         if module.training and not self._depth and not torch.compiler.is_compiling():
-            self._tokens[id(module)] += given.numel()
+            numbers = given.numel(), len(given) if given.ndim > 1 else 1, 1
+            for counter, number in zip(self._reads, numbers, strict=True):
+                counter[id(module)] += number
         return self._embed.torchs(module, given)
 
     def _read(self, batches: Any) -> Any:
@@ -98,14 +107,35 @@ class Meter:
         if (count := max(self._steps.values())) <= len(self._ends):  # another optimizer of the same step
             return
         self._ends.append((_now(), self._links.is_free))
+        if count == 1:
+            self._look_at(optimizer)
         self._links.is_free = self._always_free or (count >= WARM_UP and (count - WARM_UP) % 2 == 1)
         if count == WARM_UP:
-            self._tokens.clear()
+            for counter in self._reads:
+                counter.clear()
             self._waited = None
         if count == WARM_UP + 1:
             _forget_peak()
         if count == self._last:
             sys.exit(0)  # the script's handlers and `finally` blocks run
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find out what the script trains, and with whose engine."""
+        self._engine = engine_of(optimizer)
+        try:
+            self._job = read_job(optimizer)
+        except (ConfigError, WrapError) as error:
+            self._job = str(error).partition("\n")[0]
+
+    def _plan(self, batches: Batches) -> Planned | str:
+        """Return the plan of the script's job, or why there is none."""
+        if isinstance(self._job, str):
+            return self._job
+        try:
+            shape, settings = self._job
+            return Planned(shape, settings, batches, self._cluster)
+        except ConfigError as error:
+            return str(error).partition("\n")[0]
 
     def answer(self) -> dict[str, Any]:
         """Return what was measured, as values for JSON. Times are None if too few steps have ended."""
@@ -116,20 +146,31 @@ class Meter:
         linked, free = (statistics.median(spans[kind]) if spans[kind] else None for kind in (False, True))
         step = free if self._always_free else linked
         timed = max(1, len(self._ends) - WARM_UP)
-        tokens = max(self._tokens.values(), default=0) / timed
+        busiest = max(self._reads[0].items(), key=itemgetter(1), default=(0, 0))[0]
+        read, sequences, calls = (counter[busiest] for counter in self._reads)
+        tokens = read / timed
+        plan = self._plan(Batches.of(read, sequences, calls, timed)) if read else "the script embeds no tokens"
+        peaks = {} if isinstance(plan, str) else plan.peaks
         allocated, reserved = self._top
+        needed, memory = reserved + self._cluster.device.framework, self._cluster.device.memory
         return {
             "steps": len(self._ends),
             "step_seconds": step,
             "exposed_seconds": None if linked is None or free is None else max(0.0, linked - free),
             "data_seconds": None if step is None or self._waited is None else self._waited / timed,
             "tokens_per_second": tokens / step if step and tokens else None,
-            "phases": {phase: {"allocated": peak[0], "reserved": peak[1]} for phase, peak in self._peaks.items()},
+            "phases": {
+                phase: {"allocated": peak[0], "reserved": peak[1], "planned": peaks.get(phase)}
+                for phase, peak in self._peaks.items()
+            },
+            "planned": None if isinstance(plan, str) else plan.plan.memory.needed,
+            "unplanned": plan if isinstance(plan, str) else None,
+            "engine": self._engine,
             "peak_allocated": allocated,
             "peak_reserved": reserved,
-            "needed": reserved + self._device.framework,
-            "memory": self._device.memory,
-            "fits": reserved + self._device.framework <= self._device.memory,
+            "needed": needed,
+            "memory": memory,
+            "fits": needed <= memory,
             "is_on_gpu": torch.accelerator.is_available(),
             "saves": saves.done,
             "unknown": dict(unknown),

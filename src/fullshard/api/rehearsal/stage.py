@@ -46,7 +46,7 @@ def main() -> None:
         register_backend(messages_of)
     with register(links.line):
         replace(replacements())
-        meter = Meter(links, options["steps"], cluster.device)
+        meter = Meter(links, options["steps"], cluster)
         code: Any = 0
         try:
             bootstrap.main()

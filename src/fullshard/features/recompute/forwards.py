@@ -61,8 +61,7 @@ def checkpoint_modules(
         )
     names = {id(module): name for name, module in model.named_modules()}
     chosen = outermost(modules)
-    # Older Transformers releases keep this flag on the model, newer ones on every layer.
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+    if any(map(_checkpoints_itself, model.modules())):
         raise WrapError(
             f"{type(model).__name__} has its own gradient checkpointing enabled, and using both would recompute twice",
             hint="call model.gradient_checkpointing_disable(), or turn off activation checkpointing",
@@ -119,6 +118,16 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
             )
         else:
             module.forward = torch.compile(module.forward, **options)
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    # Older Transformers releases keep this flag on the model, newer ones on every layer.
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether a module recomputes activations, by `checkpoint_modules` or by Transformers' own switch."""
+    return "_recomputed_forward" in module.__dict__ or _checkpoints_itself(module)
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
