@@ -64,9 +64,11 @@ class SimulatedGroup(_c10d.ProcessGroup):
 
     Attributes:
         keeps: the tensors of work that is dropped before anybody has waited, as NCCL's does.
+        is_in_order: a reduce-scatter may write to its own part of the input, as NCCL's may.
     """
 
     keeps = True
+    is_in_order = True
 
     def __init__(self, communicator: int, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import fully_shard as torchs
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
 from tests.api.rehearsal.test_rehearsal_group import rehearsed
-from tests.simulated.process import on_device
+from tests.simulated.process import end_worker, on_device
 
 pytestmark = pytest.mark.full
 
@@ -63,3 +67,63 @@ def test_streams_wait_for_one_another(engine: str) -> None:
     found = on_device(_in_each_order, engine)
     assert len(found) == 5
     assert all(losses == found["cpu"] for losses in found.values()), found
+
+
+def _memory() -> tuple[int, int, int, int]:
+    """Return the allocated and the reserved bytes, each now and at the peak since the last call."""
+    here = torch.accelerator
+    found = here.memory_allocated(), here.max_memory_allocated(), here.memory_reserved(), here.max_memory_reserved()
+    here.reset_peak_memory_stats()
+    return found
+
+
+def _memory_by_phase(kind: str) -> dict[str, tuple[int, int, int, int]]:
+    """Train and return the memory after each phase."""
+    place = torch.device("simulated", torch.accelerator.current_device_index())
+    layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    ranks = dist.get_world_size()
+    sizes = (2, ranks // 2) if kind == "hybrid" else (ranks,)
+    names = ("replicate", "shard")[-len(sizes) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh("simulated", sizes, mesh_dim_names=names)}
+    if kind == "offload":
+        options["offload_policy"] = CPUOffloadPolicy()
+    else:
+        nn.Sequential(*layers).to(place)
+    for layer in layers:
+        layer[0].requires_grad_(kind != "frozen")
+        (torchs if kind == "torch" else fully_shard)(layer, **options)
+    optimizer = torch.optim.AdamW(nn.ModuleList(layers).parameters(), lr=1e-3)
+    found = {"sharded": _memory()}
+    for step in range(3):
+        value = torch.ones(64, 256, device=place)
+        for layer in layers:
+            value = checkpoint(layer, value, use_reentrant=False) if kind == "checkpointing" else layer(value)
+        found[f"forward {step}"] = _memory()
+        value.square().mean().backward()
+        found[f"backward {step}"] = _memory()
+        optimizer.step()
+        found[f"optimizer {step}"] = _memory()
+        optimizer.zero_grad()
+        found[f"between {step}"] = _memory()
+    return found
+
+
+def _of_real_ranks(ranks: int, kind: str) -> Any:
+    from tests.simulated.group import run_ranks
+
+    return run_ranks(_memory_by_phase, ranks, kind)[0]
+
+
+def _of_a_rehearsed_rank(ranks: int, kind: str) -> Any:
+    with rehearsed(0, ranks):
+        return _memory_by_phase(kind)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["full", "hybrid", "frozen", "checkpointing", "offload", "torch"])
+def test_memory_is_exactly_that_of_a_real_rank(kind: str, ranks: int) -> None:
+    """Allocated and reserved, after each phase and at its peak, each in a new process."""
+    end_worker()
+    real = on_device(_of_real_ranks, ranks, kind)
+    end_worker()
+    assert on_device(_of_a_rehearsed_rank, ranks, kind) == real
