@@ -26,6 +26,7 @@ COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "train": TrainCommand,
     "merge": TyperCommand,
     "plan": TyperCommand,
+    "recipe": TyperGroup,
     "simulate": TyperCommand,
     "rehearse": ScriptCommand,
     "config": TyperGroup,

@@ -124,7 +124,7 @@ def plan(
     chosen = front[0] if front else evaluate(described, job, cluster)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     if write is not None:
-        _write(chosen, write, config, overwrite=overwrite)
+        _write(chosen, write, config, str(model), str(devices), overwrite=overwrite)
     if as_json:
         values = as_dict(chosen, changes, notes) | ({"pareto": list(map(as_dict, front))} if front else {})
         typer.echo(json.dumps(values | ({} if price is None else {"cost": chosen.cost_of(price)}), indent=2))
@@ -240,12 +240,12 @@ def _name_details(plan: Plan, front: list[Plan]) -> None:
     typer.echo(f"--details prints all figures, {notes} note{'s' * (notes != 1)} on what is assumed{besides}")
 
 
-def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:
-    """Write a configuration for the planned run. Settings in the file `planned` that a plan does not cover are kept."""
+def _write(plan: Plan, path: Path, planned: Path | None, model: str, devices: str, *, overwrite: bool) -> None:
+    """Write the recipe of the planned run. Settings in the file `planned` that a plan does not cover are kept."""
     from fullshard.config.load import load_file
     from fullshard.config.resolve import resolve
-    from fullshard.config.write import save_text, write_native
-    from fullshard.plan.report import as_run_config, for_the_script
+    from fullshard.config.write import save_text
+    from fullshard.plan.recipe import as_recipe
 
     if not plan.fits:
         raise ConfigError(
@@ -253,10 +253,10 @@ def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> 
             hint="change the plan, or use --auto",
         )
     settings = {} if planned is None else resolve([load_file(planned)]).settings
-    config = as_run_config(plan, {name: setting.value for name, setting in settings.items()})
-    save_text(write_native(config), path, overwrite=overwrite)
-    typer.echo(f"wrote {path}: run it with fullshard launch --config_file {path} SCRIPT", err=True)
-    typer.echo(f"the script must use {for_the_script(plan.job)}", err=True)
+    kept = {name: setting.value for name, setting in settings.items()}
+    text = as_recipe(plan, model, devices, path.name, kept)
+    save_text(text, path, overwrite=overwrite)
+    typer.echo(f"wrote {path}, whose first lines say how to run it", err=True)
 
 
 def _calibrate(path: Path, *, overwrite: bool) -> None:

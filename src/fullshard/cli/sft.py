@@ -18,13 +18,14 @@ from fullshard.core.paths import local_path
 _LAUNCH = ("num_processes", "config_file", "check_plan", "quantize", "max_restarts", "grace_period", "timeout")
 _RECIPE = "fullshard.recipes.sft"
 _USAGE = """fullshard sft [-n N] --model_name_or_path M --dataset_name D ...
-       fullshard sft RUN.yaml
+       fullshard sft RUN.yaml [--name VALUE ...]
 
 Fine-tune a model on chats or texts: all weights, LoRA (--use_peft), or LoRA on
 a quantised model (--load_in_4bit, or --quantize nf4). RUN.yaml holds the same
-names, and fullshard's sections (launch, sharding, ...). --num_processes (-n),
---config_file, --check_plan, --quantize, --max_restarts, --grace_period and
---timeout are those of `fullshard launch`; its other flags go with
+names, and fullshard's sections (launch, sharding, ...), or is a recipe that
+`fullshard plan --write` has written. --num_processes (-n), --config_file,
+--check_plan, --quantize, --max_restarts, --grace_period and --timeout are those
+of `fullshard launch`; its other flags go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
 """
 
@@ -46,7 +47,7 @@ def sft(context: typer.Context) -> None:
 
     launch_words, words = _split_words(context.args)
     with scratch_directory("fullshard-sft-") as directory:
-        if len(words) == 1 and not words[0].startswith("-"):
+        if words and not words[0].startswith("-"):
             launch_words += _sections(local_path(words[0]), directory, launch_words)
         if "RANK" in os.environ:
             if launch_words:

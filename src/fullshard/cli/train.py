@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fullshard.cli.options import options_from
+from fullshard.cli.options import options_from, path_word
 from fullshard.core.errors import ConfigError
-from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.arguments import TrainArguments, read_recipe
 
 _WORKER = "fullshard.recipes.train"
 
 
 @options_from(TrainArguments)
 def train(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RECIPE.yaml]", help="A file that `fullshard plan --write` wrote; options win", parser=path_word
+        ),
+    ] = None,
     *,
+    context: typer.Context,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -34,8 +42,18 @@ def train(
 
     Under torchrun or any other launcher that sets RANK, it does not start processes but takes part in the run.
     """
-    arguments = TrainArguments.of(settings)
     is_launched = "RANK" in os.environ
+    if recipe is not None:
+        sources = {name: context.get_parameter_source(name) for name in settings}
+        given = {n: v for n, v in settings.items() if (source := sources[n]) is not None and source.name != "DEFAULT"}
+        settings, config = read_recipe(recipe, given)
+        if config.launch.num_machines > 1 and not is_launched:
+            raise ConfigError(
+                f"{recipe} is for {config.launch.num_machines} hosts, but fullshard train starts processes on one",
+                hint=f"on each host: fullshard launch --config_file {recipe} --no_python fullshard train {recipe}",
+            )
+        nproc = nproc or (None if is_launched else config.launch.num_processes)
+    arguments = TrainArguments.of(settings)
     if is_launched and (nproc is not None or arguments.max_restarts):
         raise ConfigError(
             f"{'--max-restarts' if nproc is None else '--nproc'} has no effect because a launcher has already started "

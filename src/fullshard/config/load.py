@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.schema import GROUPS
 from fullshard.config.settings import closest
 from fullshard.config.transformers import FSDP_ARGUMENTS, TRANSFORMERS
+from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 
 NATIVE = Dialect(
@@ -30,6 +31,9 @@ NATIVE = Dialect(
 )
 """fullshard's YAML, with the groups of `RunConfig` as sections and their fields as keys."""
 
+RECIPE_SECTIONS = ("plan", "sft", "train")
+"""Sections of a recipe besides the settings of a run: the question to the planner, and arguments of two commands."""
+
 FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FSDP_ARGUMENTS)
 """The dialects of a file. If a file reads equally well in two of them, the first one wins."""
 
@@ -37,7 +41,25 @@ FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FSDP_ARGUMENTS)
 def load_file(path: str | Path) -> Reading:
     """Read the settings of a YAML or JSON file, in the dialect that recognizes most of its keys."""
     path = local_path(path)
-    return _read(read_document(path), path.parent)
+    return _read(tuple(entry for entry in read_document(path) if entry.key not in RECIPE_SECTIONS), path.parent)
+
+
+def recipe_arguments(entries: Iterable[Entry], command: str) -> tuple[Entry, ...] | None:
+    """Return the section of a recipe with the arguments of `command`, or None if the file is not a recipe.
+
+    Raises:
+        ConfigError: If the file is a recipe for another command only.
+    """
+    sections = {entry.key: entry for entry in entries if entry.key in RECIPE_SECTIONS}
+    if command in sections:
+        return tuple(sections[command].value)
+    if sections:
+        first = next(iter(sections.values())).origin
+        raise ConfigError(
+            f"{first}: this recipe has no section {command!r}",
+            hint=f"`fullshard {command}` cannot run this plan; the first lines of the file say what can",
+        )
+    return None
 
 
 def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_config") -> Reading:
@@ -62,7 +84,7 @@ def _unknown(entry: Entry) -> Problem:
 
 def _read(entries: tuple[Entry, ...], directory: Path) -> Reading:
     known = [sum(dialect.find(entry.key) is not None for entry in entries) for dialect in FILE_DIALECTS]
-    if not max(known):
+    if entries and not max(known):
         return Reading(problems=[_unknown(entry) for entry in entries])
     likely = [dialect for dialect, count in zip(FILE_DIALECTS, known, strict=True) if count == max(known)]
     readings = {dialect.name: dialect.read(entries) for dialect in likely}

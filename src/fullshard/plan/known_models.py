@@ -207,6 +207,20 @@ MODELS: dict[str, Values] = {
     "GPT-2-medium": _gpt2(1024, 24, 16),
     "GPT-2-large": _gpt2(1280, 36, 20),
     "GPT-2-XL": _gpt2(1600, 48, 25),
+    # google 2020 and 2019, openai 2023
+    "ViT-large": {
+        **{"model_type": "vit", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
+        "intermediate_size": 4096,
+    },
+    "T5-large": {
+        **{"model_type": "t5", "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
+        "vocab_size": 32128,
+    },
+    "Whisper-large-v3": {
+        **{"model_type": "whisper", "d_model": 1280, "encoder_layers": 32, "decoder_layers": 32, "vocab_size": 51866},
+        **{"encoder_attention_heads": 20, "decoder_attention_heads": 20, "num_mel_bins": 128},
+        **{"encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120},
+    },
 }
 """The fields of each model by its name."""
 
@@ -234,6 +248,7 @@ ALIASES = {
         "Phi-4": "Phi-4-reasoning",
         "Qwen3-30B-A3B": "Qwen3-Coder-30B-A3B",
         "SmolLM3-3B": "SmolLM3",
+        "ViT-large": "ViT-large-patch16-224",
     }.items()
     for alias in aliases.split()
 }

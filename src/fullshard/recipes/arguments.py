@@ -11,7 +11,11 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from fullshard.checkpoint.objects import Location, location
 from fullshard.config import values
-from fullshard.config.schema import Device, OnNonFinite, OnReplicas
+from fullshard.config.document import read_document
+from fullshard.config.load import load_file, recipe_arguments
+from fullshard.config.resolve import resolve
+from fullshard.config.schema import Device, OnNonFinite, OnReplicas, RunConfig
+from fullshard.config.settings import suggestion
 from fullshard.config.sharding import CheckpointingMode, kept_or_auto
 from fullshard.config.view import View, of_run
 from fullshard.core.errors import ConfigError
@@ -168,3 +172,33 @@ class TrainArguments(View):
     def checkpoints(self) -> Location:
         """Return the directory of the checkpoints."""
         return self.output_dir / "checkpoints" if self.checkpoint_dir is None else location(self.checkpoint_dir)
+
+
+def read_recipe(path: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], RunConfig]:
+    """Return the arguments in a recipe, of which those in `given` are replaced, and the configuration of its run.
+
+    Raises:
+        ConfigError: If the file is not a recipe for this command, or has a setting that this command does not have.
+    """
+    entries = read_document(path)
+    own = recipe_arguments(entries, "train")
+    if own is None:
+        raise ConfigError(f"{path} has no section 'train'", hint="write a recipe with fullshard plan --write FILE.yaml")
+    resolved = resolve([load_file(path)])
+    fields = {row.target: name for name, row in TrainArguments.of_the_run().items()}
+    values: dict[str, Any] = {"reshard_after_forward": "auto"} if resolved.config.sharding.keeps_what_fits else {}
+    for target, setting in resolved.settings.items():
+        if target in fields and fields[target] not in ("reshard_after_forward", "wrap"):
+            values[fields[target]] = setting.value
+        elif target not in _OF_THE_PROCESSES and target not in fields:
+            raise ConfigError(f"{setting.origin}: fullshard train has no setting {target}", hint="remove it")
+    for entry in own:
+        if entry.key not in TrainArguments.model_fields:
+            near = suggestion(entry.key, TrainArguments.model_fields)
+            raise ConfigError(f"{entry.origin}: fullshard train has no argument {entry.key!r}", hint=near)
+        values[entry.key] = entry.plain
+    return {**values, **given}, resolved.config
+
+
+_OF_THE_PROCESSES = {"launch.num_processes", "launch.num_machines", "training.gradient_accumulation_steps"}
+"""Settings that the command takes from elsewhere: the sizes of batch and micro-batch give the accumulation."""

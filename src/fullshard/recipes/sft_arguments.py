@@ -65,13 +65,13 @@ class SFTArguments(NamedTuple):
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
-    """Parse a command line. If its only argument is the path of a YAML or JSON file, read the arguments from the file.
+    """Parse a command line. If it begins with the path of a YAML or JSON file, read the arguments from the file first.
 
     Call `say` with a one-line explanation for each flag that has no effect.
     """
     parser = make_parser()
-    if len(words) == 1 and not words[0].startswith("-"):
-        words = _in_file(Path(words[0]), parser)
+    if words and not words[0].startswith("-"):
+        words = [*_in_file(Path(words[0]), parser), *words[1:]]
     try:
         *groups, unused, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     except ConfigError:
@@ -131,9 +131,11 @@ def _check(arguments: SFTArguments) -> None:
 def _in_file(path: Path, parser: Any) -> list[str]:
     """Convert a file to arguments. Ignore keys with null, except for `max_length`, where null means no limit."""
     from fullshard.config.document import read_document
+    from fullshard.config.load import recipe_arguments
 
     words: list[str] = []
-    for entry in read_document(path):
+    entries = read_document(path)
+    for entry in recipe_arguments(entries, "sft") or entries:
         value = entry.plain
         if entry.key == "max_length" and value is None:  # for max_length, null means no limit in TRL
             parser.set_defaults(max_length=None)

@@ -1,0 +1,70 @@
+"""The `fullshard recipe` commands, which list, show, and copy the recipes that come with fullshard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import fullshard
+from fullshard.cli.options import path_word
+from fullshard.core.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="List, show, and copy recipes that the planner has written.")
+
+Name = Annotated[str, typer.Argument(help="The name of a recipe, as `fullshard recipe list` prints it")]
+
+
+@app.command("list")
+def print_all() -> None:
+    """List the recipes, with the memory per device and the speed that the planner expects."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fullshard.config.document import read_document
+
+    table = Table("recipe", "devices", "GiB", "tokens/s", box=None, pad_edge=False)
+    for path in _files():
+        plan = next(entry.plain for entry in read_document(path) if entry.key == "plan")
+        table.add_row(path.stem, plan["devices"], f"{plan['memory_gib']:.1f}", f"{plan['tokens_per_second']:,}")
+    Console().print(table)
+
+
+@app.command()
+def show(name: Name) -> None:
+    """Print a recipe. Its first lines say how to run it."""
+    typer.echo(_find(name).read_text(encoding="utf-8"), nl=False)
+
+
+@app.command()
+def copy(
+    name: Name,
+    target: Annotated[
+        Path | None, typer.Argument(help="The file to write. Default: NAME.yaml here", parser=path_word)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists")] = False,
+) -> None:
+    """Copy a recipe to a file of yours, to run or to change it."""
+    from fullshard.config.write import save_text
+
+    source = _find(name)
+    path = Path(source.name) if target is None else target / source.name if target.is_dir() else target
+    save_text(source.read_text(encoding="utf-8").replace(source.name, path.name), path, overwrite=overwrite)
+    typer.echo(f"wrote {path}, whose first lines say how to run it")
+
+
+def _files() -> list[Path]:
+    """Return the recipes: those of the installed package, or of the repository if it is installed as editable."""
+    package = Path(fullshard.__file__).parent
+    installed = sorted(package.joinpath("recipes/files").glob("*.yaml"))
+    return installed or sorted(package.parent.parent.joinpath("recipes").glob("*.yaml"))
+
+
+def _find(name: str) -> Path:
+    from fullshard.config.settings import suggestion
+
+    files = {path.stem: path for path in _files()}
+    if (found := files.get(name.removesuffix(".yaml"))) is None:
+        raise ConfigError(f"no recipe has the name {name!r}", hint=suggestion(name, files))
+    return found
