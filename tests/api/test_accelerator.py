@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fullshard
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api.options import ProjectConfiguration
-from fullshard.checkpoint.save import PendingSave
+from fullshard.checkpoint.save import Pending
 from fullshard.config.schema import CheckpointConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.features import FSDPModule
@@ -432,7 +432,7 @@ def test_a_save_in_the_background_that_failed_is_told_by_the_next_and_at_the_end
     def fail(*_: Any) -> None:
         raise CheckpointError(f"save {next(numbers)} failed")
 
-    monkeypatch.setattr(PendingSave, "complete", fail)
+    monkeypatch.setattr(Pending, "complete", fail)
     config = RunConfig(checkpoint=CheckpointConfig(async_save=is_configured))
     accelerator = Accelerator(fsdp_plugin=config)
     accelerator.prepare(*model_and_optimizer())

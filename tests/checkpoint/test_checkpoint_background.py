@@ -25,7 +25,7 @@ from torch import nn
 
 from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.format import read_manifest
-from fullshard.checkpoint.save import PendingSave
+from fullshard.checkpoint.save import Pending
 from fullshard.core.errors import CheckpointError
 from fullshard.features import shard_model
 from tests.distributed import run_ranks
@@ -60,20 +60,20 @@ class _Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
-        self._complete = PendingSave.complete
+        self._complete = Pending.complete
 
     def __enter__(self) -> _Gate:
         complete, opened = self._complete, self.opened
 
-        def wait_and_complete(pending: PendingSave, ranks: Any) -> Any:
+        def wait_and_complete(pending: Pending, ranks: Any) -> Any:
             assert opened.wait(60)
             return complete(pending, ranks)
 
-        PendingSave.complete = wait_and_complete  # type: ignore[method-assign, assignment]
+        Pending.complete = wait_and_complete  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *error: object) -> None:
-        PendingSave.complete = self._complete  # type: ignore[method-assign]
+        Pending.complete = self._complete  # type: ignore[method-assign]
 
 
 def _files(directory: Path) -> dict[str, bytes]:

@@ -206,7 +206,7 @@ def _no_torchs_format(root: str, how: str, quota: int) -> list[str]:
         if how == "waited":
             pending.complete(pending.destination.ranks)
         else:
-            saver.begin(pending)
+            saver.begin(pending.destination, pending.complete)
             saver.wait()
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

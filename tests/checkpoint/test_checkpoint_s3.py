@@ -414,13 +414,13 @@ def test_commands_of_users(server: ObjectServer, bucket: str, tmp_path: Path) ->
 _LATE = """
 import sys, time
 from fullshard.checkpoint import AsyncSaver
-from fullshard.checkpoint.save import PendingSave
+from fullshard.checkpoint.save import Pending
 from tests.stored import job
-complete = PendingSave.complete
+complete = Pending.complete
 def late(pending, ranks):
     time.sleep(14)  # until connections and looked up names are forgotten
     return complete(pending, ranks)
-PendingSave.complete = late
+Pending.complete = late
 model, optimizer = job()
 AsyncSaver().save(sys.argv[1], model=model, optimizer=optimizer)
 """

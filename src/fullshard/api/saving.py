@@ -226,7 +226,7 @@ def save(
             )
         pending = _FORMATS[form](pending)
     if saver is not None:
-        saver.begin(pending)
+        saver.begin(pending.destination, pending.complete)
         return
     pending.complete(pending.destination.ranks)
     if whole_weights:

@@ -15,12 +15,13 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Self, Unpack
 
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.save import Pending, prepare_save
+from fullshard.checkpoint.save import Destination, prepare_save
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.core.errors import CheckpointError
 
@@ -73,7 +74,7 @@ class AsyncSaver:
         """
         self.make_room()
         pending = prepare_save(path, self.memory, **arguments)
-        self.begin(pending)
+        self.begin(pending.destination, pending.complete)
         return pending.destination.final
 
     def make_room(self) -> None:
@@ -81,16 +82,16 @@ class AsyncSaver:
         self.wait()
         self.memory.reuse()
 
-    def begin(self, pending: Pending) -> None:
-        """Start writing a save in the background. All ranks must call this.
+    def begin(self, destination: Destination, complete: Callable[[Ranks], object]) -> None:
+        """Start to call `complete`, which writes a save, in the background. All ranks must call this.
 
-        `pending` must have been prepared with `memory` after a call of `make_room`.
+        The state must have been copied to `memory` after a call of `make_room`.
         """
-        self._ranks = pending.destination.ranks
+        self._ranks = destination.ranks
         if self._background is None:
             self._background = self._ranks.apart()
-        self._path, self._error = pending.destination.final, None
-        self._thread = threading.Thread(target=self._write, args=(pending, self._background), name="fullshard-save")
+        self._path, self._error = destination.final, None
+        self._thread = threading.Thread(target=self._write, args=(complete, self._background), name="fullshard-save")
         # Not a daemon, so that the interpreter waits for it at exit before `_report` looks for an unread error.
         atexit.register(self._report)
         _WRITING.add(self._thread)
@@ -139,9 +140,9 @@ class AsyncSaver:
                 raise
             logger.exception("besides, the checkpoint %s was not saved", self._path)
 
-    def _write(self, pending: Pending, ranks: Ranks) -> None:
+    def _write(self, complete: Callable[[Ranks], object], ranks: Ranks) -> None:
         try:
-            pending.complete(ranks)
+            complete(ranks)
         except BaseException as error:  # raised later in the thread that started the save
             self._error = error
 

@@ -28,8 +28,9 @@ from fullshard.checkpoint.format import (
     chunking_record,
     rank_metadata,
 )
-from fullshard.checkpoint.objects import Location, sizes_in
+from fullshard.checkpoint.objects import sizes_in
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
+from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.rng import rng_tensors
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.stamps import next_stamp
@@ -108,6 +109,7 @@ class RankWriter:
         self.store, self.rank, self.optimizer = store, rank, optimizer
         self.device = device_of(model)
         self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
+        self.files: dict[str, FileRecord] = {}
         self.parameters = local_parameters(model, rank=rank)
         check_is_plain(self.parameters)
         self.buffers = local_buffers(model, rank=rank)
@@ -147,26 +149,28 @@ class RankWriter:
         """Copy the state to host memory, so that later training steps cannot change what will be written."""
         self._contents = memory.copy(self._contents)
 
-    def write(self) -> RankReport:
-        """Write the rank's files and return a description of them."""
+    def write_together(self, ranks: Ranks, doing: str) -> list[RankReport]:
+        """Write the files of all ranks. Return all reports on rank 0, and an empty list on the other ranks."""
+        self.files = ranks.together(doing, self._write)
+        report = RankReport(files=self.files, tensors=self._tensors, state=self._state)
+        return [RankReport.model_validate(each) for each in ranks.gather(report.model_dump(mode="json"))]
+
+    def _write(self) -> dict[str, FileRecord]:
         files = {}
         for kind, named in self._contents.items():
-            if named:
-                path = self.store.file_of(kind, self.rank)
-                files[path.name] = self._write_file(path, named)
-        return RankReport(files=files, tensors=self._tensors, state=self._state)
+            path = self.store.file_of(kind, self.rank)
+            try:
+                if named:
+                    files[path.name] = write_tensors(path, named, rank_metadata(self.store.save_id, self.rank))
+            except FileNotFoundError as error:
+                what = f"rank 0 created {path.parent}, but rank {self.rank} cannot see it"
+                raise CheckpointError(what, hint="save to a directory that all hosts share") from error
+            except OSError as error:
+                raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
+        return files
 
     def _is_stored(self, local: LocalTensor) -> bool:
         return self._weights is None or any(name in self._weights for name in local.names)
-
-    def _write_file(self, path: Location, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-        try:
-            return write_tensors(path, tensors, rank_metadata(self.store.save_id, self.rank))
-        except FileNotFoundError as error:
-            what = f"rank 0 created {path.parent}, but rank {self.rank} cannot see it"
-            raise CheckpointError(what, hint="save to a directory that all hosts share") from error
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
     def manifest(self, reports: Sequence[RankReport], *, parts: int = 1, is_shared: bool = True) -> Manifest:
         """Merge the reports of all ranks into the manifest, on rank 0. Check file sizes if the directory is shared."""

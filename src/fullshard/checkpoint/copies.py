@@ -11,6 +11,7 @@ ranks agree on the newest complete copy and verify it, and each host receives th
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -23,7 +24,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 from fullshard.checkpoint.background import AsyncSaver
-from fullshard.checkpoint.collect import LoadArguments, RankReport, RankWriter, SaveArguments
+from fullshard.checkpoint.collect import LoadArguments, RankWriter, SaveArguments
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
     Manifest,
@@ -33,10 +34,9 @@ from fullshard.checkpoint.format import (
     read_manifest_bytes,
 )
 from fullshard.checkpoint.load import load_proved
-from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.save import Destination, Pending
+from fullshard.checkpoint.save import Destination
 from fullshard.checkpoint.storage import write_file
 from fullshard.checkpoint.store import Store
 from fullshard.checkpoint.tensor_file import Bytes
@@ -167,7 +167,7 @@ class MemoryCopies:
         nbytes = sum(sizes[rank] for rank in hosts.kept_by(hosts.host_of(hosts.rank)))
         ranks.together("making room for a copy in host memory", lambda: self._make_room(directory, nbytes))
         ranks.together("copying the state to host memory", lambda: writer.stage(self._saver.memory))
-        self._saver.begin(PendingCopy(Destination(ranks, store), None, writer, hosts, directory, step=step))
+        self._saver.begin(Destination(ranks, store), functools.partial(_complete, writer, hosts))
         if not self._begun and hosts.rank == 0:
             most = self.max_lost_steps
             JOURNAL.note(Happening.COPY, step=step, nbytes=nbytes, max_lost_steps=most)
@@ -255,42 +255,26 @@ class _CopyStore(Store):
         return Path(self.final)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCopy(Pending):
-    """A copy for which the state has been collected, but that has not been written yet."""
+def _complete(writer: RankWriter, hosts: HostGrid, ranks: Ranks) -> None:
+    """Write a copy, send it to the next host, and mark it as valid. All of `ranks` must call this."""
+    directory = writer.store.final
+    reports = writer.write_together(ranks, "writing a copy to host memory")
 
-    writer: RankWriter
-    hosts: HostGrid
-    directory: Path
+    def describe() -> bytes:
+        return encode_manifest(writer.manifest(reports, is_shared=False))
 
-    def complete(self, ranks: Ranks) -> Location:
-        """Write the copy, send it to the next host, and mark it as valid. All of `ranks` must call this."""
-        ranks.together("sealing a copy in host memory", self._write(ranks))
-        if self.hosts.local_rank == 0:
-            _remove_others(self.directory)
-        return self.directory
-
-    def _write(self, ranks: Ranks) -> Callable[[], None]:
-        report = ranks.together("writing a copy to host memory", self.writer.write)
-        reports = ranks.gather(report.model_dump(mode="json"))
-
-        def describe() -> bytes:
-            return encode_manifest(self.writer.manifest(list(map(RankReport.model_validate, reports)), is_shared=False))
-
-        data = ranks.broadcast_bytes(ranks.on_rank_0("describing a copy in host memory", describe) or b"")
-        self._send_to_partner(ranks, ranks.everywhere({name: file.nbytes for name, file in report.files.items()}))
-        return lambda: _seal(self.directory, data, self.hosts)
-
-    def _send_to_partner(self, ranks: Ranks, sizes: Sequence[Mapping[str, int]]) -> None:
-        hosts, directory = self.hosts, self.directory
-        if (partner := hosts.partner_of(hosts.rank)) is None:
-            return
+    data = ranks.broadcast_bytes(ranks.on_rank_0("describing a copy in host memory", describe) or b"")
+    sizes = ranks.everywhere({name: file.nbytes for name, file in writer.files.items()})
+    if (partner := hosts.partner_of(hosts.rank)) is not None:
         giver = (hosts.rank - hosts.per_host) % hosts.world_size
         received = ranks.together(
             "making room for a partner's copy",
             lambda: [(giver, _new_file(directory / name, nbytes)) for name, nbytes in sorted(sizes[giver].items())],
         )
-        ranks.exchange([(partner, _file(directory / name)) for name in sorted(sizes[hosts.rank])], received)
+        ranks.exchange([(partner, _file(directory / name)) for name in sorted(writer.files)], received)
+    ranks.together("sealing a copy in host memory", lambda: _seal(directory, data, hosts))
+    if hosts.local_rank == 0:
+        _remove_others(directory)
 
 
 def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, parts: LoadArguments) -> dict[str, Any]:

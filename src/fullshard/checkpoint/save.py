@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.catalog import remove_oldest
-from fullshard.checkpoint.collect import RankReport, RankWriter, SaveArguments
+from fullshard.checkpoint.collect import RankWriter, SaveArguments
 from fullshard.checkpoint.format import encode_manifest
 from fullshard.checkpoint.lease import hold_folder, hold_name, require_free
 from fullshard.checkpoint.objects import Location, ObjectPath, location
@@ -147,17 +146,20 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending(ABC):
+class Pending:
     """A save for which the state has been collected, but that has not been written yet.
 
-    `complete` writes it, immediately or in another thread. `then` is (description, function): rank 0 calls the function
-    with the checkpoint's directory after the checkpoint is complete. The checkpoint remains even if the function fails.
+    `complete` writes it, immediately or in another thread. All ranks call `write`, which writes all files and returns
+    the function that commits the checkpoint, which only rank 0 calls. `then` is (description, function): rank 0 calls
+    the function with the checkpoint's directory after the checkpoint is complete. The checkpoint remains even if the
+    function fails.
     """
 
     destination: Destination
     total_limit: int | None
-    then: tuple[str, Callable[[Location], None]] | None = field(default=None, kw_only=True)
-    step: int | None = field(default_factory=lambda: JOURNAL.step, kw_only=True)
+    write: Callable[[Ranks], Callable[[], None]]
+    then: tuple[str, Callable[[Location], None]] | None = None
+    step: int | None = field(default_factory=lambda: JOURNAL.step)
 
     def complete(self, ranks: Ranks) -> Location:
         """Write the checkpoint and commit it. All of `ranks` must call this.
@@ -174,8 +176,7 @@ class Pending(ABC):
     def _complete(self, ranks: Ranks) -> Location:
         final = self.destination.final
         with self.destination.discarded_on_failure():
-            commit = self._write(ranks)
-            ranks.on_rank_0(f"committing {final}", commit)
+            ranks.on_rank_0(f"committing {final}", self.write(ranks))
         if (keep := self.total_limit) is not None:
             ranks.on_rank_0(f"{final} is saved; removing the oldest", lambda: remove_oldest(final, keep=keep))
         if self.then is not None:
@@ -183,14 +184,10 @@ class Pending(ABC):
             ranks.on_rank_0(f"{final} is saved; {what}", lambda: make(final))
         return final
 
-    @abstractmethod
-    def _write(self, ranks: Ranks) -> Callable[[], None]:
-        """Write all files. Return the function that commits the checkpoint, which only rank 0 calls."""
-
 
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
-) -> PendingSave:
+) -> Pending:
     """Do the part of a save that pauses training. All ranks must call this.
 
     If `memory` is given, the state is copied to it, so that training can continue before the state is written.
@@ -213,27 +210,17 @@ def prepare_save(
         ranks.on_rank_0(f"saving {destination.final}", lambda: destination.store.require_room(nbytes))
         if memory is not None:
             ranks.together("copying the state to host memory", lambda: writer.stage(memory))
-    return PendingSave(destination, total_limit, writer, parts)
 
-
-@dataclass(frozen=True, slots=True)
-class PendingSave(Pending):
-    """A save of one model that is ready to be written."""
-
-    writer: RankWriter
-    parts: int
-
-    def _write(self, ranks: Ranks) -> Callable[[], None]:
-        writer = self.writer
-        report = ranks.together(f"writing {self.destination.final}", writer.write)
-        reports = ranks.gather(report.model_dump(mode="json"))
+    def write(ranks: Ranks) -> Callable[[], None]:
+        reports = writer.write_together(ranks, f"writing {destination.final}")
 
         def commit() -> None:
-            manifest = writer.manifest([RankReport.model_validate(r) for r in reports], parts=self.parts)
-            self.destination.store.manifest = encode_manifest(manifest)
-            self.destination.store.commit()
+            destination.store.manifest = encode_manifest(writer.manifest(reports, parts=parts))
+            destination.store.commit()
 
         return commit
+
+    return Pending(destination, total_limit, write)
 
 
 def prepare_parts(
@@ -243,7 +230,7 @@ def prepare_parts(
     *,
     total_limit: int | None = None,
     overwrite: bool = False,
-) -> PendingParts:
+) -> Pending:
     """Prepare to save several models, one directory each, which are committed together. All ranks must call this."""
     destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
     destination.hold(total_limit=total_limit)
@@ -252,16 +239,10 @@ def prepare_parts(
         pending = [
             prepare_save(destination.store.directory / name, memory, len(parts), **part) for name, part in parts.items()
         ]
-    return PendingParts(destination, total_limit, tuple(pending))
 
-
-@dataclass(frozen=True, slots=True)
-class PendingParts(Pending):
-    """A save of several models that is ready to be written."""
-
-    parts: tuple[PendingSave, ...]
-
-    def _write(self, ranks: Ranks) -> Callable[[], None]:
-        for part in self.parts:
+    def write(ranks: Ranks) -> Callable[[], None]:
+        for part in pending:
             part._complete(ranks)
-        return self.destination.store.commit
+        return destination.store.commit
+
+    return Pending(destination, total_limit, write)
