@@ -128,7 +128,7 @@ def _export(path: Path) -> None:
 
 
 def _write(path: Path) -> None:
-    with committed_directory(path, "0" * 16, overwrite=True) as directory:
+    with committed_directory(path, overwrite=True) as directory:
         (directory / "inside").mkdir()
         (directory / "inside" / "file").write_text("text")
 

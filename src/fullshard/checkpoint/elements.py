@@ -8,7 +8,7 @@ import torch
 
 from fullshard.checkpoint.format import DTYPES, NAMES, FileRecord, TensorRecord
 from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_file
 from fullshard.core.errors import CheckpointError
 
 
@@ -51,11 +51,11 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write tensors to a new data file, and return its record. See `TensorFileWriter`."""
-    entries = [
-        TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
-    ]
-    with TensorFileWriter(path, entries, metadata) as writer:
-        for entry in storage_order(entries):
-            writer.write(entry.name, tensor_bytes(tensors[entry.name]))
-        return writer.finish()
+    """Write tensors to a new data file, and return its record. See `write_tensor_file`."""
+    entries = [entry_of(name, tensor) for name, tensor in tensors.items()]
+    return write_tensor_file(path, entries, metadata, lambda entry: [tensor_bytes(tensors[entry.name])])
+
+
+def entry_of(name: str, tensor: torch.Tensor) -> TensorEntry:
+    """Return the description of a tensor in a file."""
+    return TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape))

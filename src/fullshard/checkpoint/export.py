@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from torch import nn
 
 from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted
 from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
-from fullshard.checkpoint.elements import stored_dtype, tensor_bytes
+from fullshard.checkpoint.elements import entry_of, tensor_bytes
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination
-from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
+from fullshard.checkpoint.shards import divided, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import temp_directory
-from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter
+from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_file
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
@@ -72,12 +72,15 @@ def export_hf(
     destination = Destination.of(model, final, overwrite=overwrite)
     ranks, temp = destination.ranks, temp_directory(final, destination.store.save_id)
     with destination.discarded_on_failure():
-        plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, limit=limit, cast=cast))
+        convert = ranks.together(f"exporting {final}", lambda: SavedLayout.of(model, cast=cast))
+        batches = ranks.together(f"exporting {final}", convert.entries)
+        files = divided(batches, limit)
         destination.make("exporting")
-        _write_weights(temp, plan, convert, ranks)
+        for name, entries in files.items():
+            _write_weights(temp / name, [(entry, batches[entry]) for entry in entries], convert, ranks)
 
         def finish() -> None:
-            write_index(temp, {name: [e for _, entries in members for e in entries] for name, members in plan})
+            write_index(temp, files)
             write_configuration(temp, model, cast, convert.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
@@ -93,7 +96,7 @@ def is_exported_as_it_is(model: nn.Module) -> bool:
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Tensors that `group` converts together, or one tensor that is stored unchanged as `stored_name`."""
 
@@ -101,10 +104,6 @@ class Batch:
     names: list[str]
     stored_name: str = ""
     group: Group | None = None
-
-
-_Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
-"""Files in order, each with the batches to gather and the resulting tensors that it stores, in storage order."""
 
 
 class SavedLayout:
@@ -150,6 +149,14 @@ class SavedLayout:
             )
         return cls(model, local_tensors(model), cast=cast)
 
+    def entries(self) -> dict[TensorEntry, Batch]:
+        """Return the tensors to store, in model order, each with its batch. The result is the same on every rank."""
+        return {
+            entry_of(name, tensor): batch
+            for batch in self.batches
+            for name, tensor in self(batch, [stand_in(source) for source in batch.sources]).items()
+        }
+
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
         """Start to gather a batch on all ranks. Return a function that returns full tensors, with adapters merged."""
         makers = [self._gather(source) for source in batch.sources]
@@ -177,46 +184,30 @@ class SavedLayout:
         return next(names, source.name)
 
 
-def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, SavedLayout]:
-    """Return which tensors go into which file, and how they are converted. The result is the same on every rank."""
-    convert = SavedLayout.of(model, cast=cast)
-    pairs = [
-        (batch, TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)))
-        for batch in convert.batches
-        for name, tensor in convert(batch, [stand_in(source) for source in batch.sources]).items()
-    ]
-    numbers = file_numbers((entry.nbytes for _, entry in pairs), limit)
-    shards: list[list[tuple[Batch, list[TensorEntry]]]] = [[] for _ in range(max(numbers, default=0) + 1)]
-    placed = sorted(zip(pairs, numbers, strict=True), key=lambda one: one[0][1].order_key)
-    for (batch, entry), number in placed:
-        if not shards[number] or shards[number][-1][0] is not batch:
-            shards[number].append((batch, []))
-        shards[number][-1][1].append(entry)
-    return list(zip(file_names(len(shards)), shards, strict=True)), convert
+def _write_weights(
+    path: Path, entries: Sequence[tuple[TensorEntry, Batch]], convert: SavedLayout, ranks: Ranks
+) -> None:
+    """Gather the tensors of a file, given in storage order, and write them on rank 0.
 
+    If writing fails, every rank raises the error after the gathers.
+    """
+    batches = [batch for batch, _ in itertools.groupby(batch for _, batch in entries)]
+    gathers = map(convert.gather, batches)
 
-def _write_weights(directory: Path, plan: _Plan, convert: SavedLayout, ranks: Ranks) -> None:
-    """Gather every tensor, and write it on rank 0. If writing fails, every rank raises the error after the gathers."""
-    for name, members in plan:
-        error: Exception | None = None
-        with contextlib.ExitStack() as stack:
-            writer: TensorFileWriter | None = None
-            for number, (batch, entries) in enumerate(members, 1):
-                wholes = convert.gather(batch)
-                if ranks.rank != 0 or error is not None:
-                    continue
-                try:
-                    if writer is None:
-                        all_entries = [entry for _, some in members for entry in some]
-                        writer = stack.enter_context(TensorFileWriter(directory / name, all_entries, {"format": "pt"}))
-                    converted = convert(batch, wholes())
-                    for entry in entries:
-                        writer.write(entry.name, tensor_bytes(converted[entry.name]))
-                    if number == len(members):
-                        writer.finish()
-                except Exception as caught:
-                    error = caught
-        ranks.fail_together(f"writing {name}", error)
+    def parts() -> Iterator[list[Bytes]]:
+        for (batch, members), wholes in zip(itertools.groupby(entries, lambda pair: pair[1]), gathers, strict=False):
+            converted = convert(batch, wholes())
+            yield from ([tensor_bytes(converted[entry.name])] for entry, _ in members)
+
+    error, made = None, parts()
+    try:
+        if ranks.rank == 0:
+            write_tensor_file(path, [entry for entry, _ in entries], {"format": "pt"}, lambda _: next(made))
+    except Exception as caught:
+        error = caught
+    for _ in gathers:  # those that are left, in which the other ranks wait
+        pass
+    ranks.fail_together(f"writing {path.name}", error)
 
 
 def write_configuration(

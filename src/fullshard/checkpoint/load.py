@@ -234,7 +234,7 @@ class _Load:
         """Fill all targets. Return the stored tensors that do not belong to the model or the optimizer."""
         with contextlib.closing(Readers(self.directory, self.manifest)) as readers:
             # in file order, so that each file is read from front to back
-            for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
+            for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.shape))):
                 _fill(target, readers)
             stored = readers.rank_state(0)
             if self.ranks.rank:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -31,7 +30,7 @@ from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.stamps import note_stamps_in
-from fullshard.checkpoint.store import Store, store_at
+from fullshard.checkpoint.store import Store, new_save_id, store_at
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.lookup import units_of
@@ -98,7 +97,7 @@ class Destination:
         for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
             schedule.note_save()  # before anything can wait for a rank that continues to train
         ranks = Ranks.of(model)
-        save_id = ranks.broadcast(uuid.uuid4().hex[:16])
+        save_id = ranks.broadcast(new_save_id())
         return cls(ranks, store_at(location(path).absolute(), save_id, overwrite=overwrite))
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from fullshard.checkpoint.format import DTYPES
 from fullshard.checkpoint.storage import write_file
-from fullshard.checkpoint.tensor_file import TensorEntry
+from fullshard.checkpoint.tensor_file import TensorEntry, storage_order
 from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME
 from fullshard.core.errors import ConfigError
 from fullshard.engine.precision import dtype_name
@@ -19,22 +19,19 @@ from fullshard.engine.precision import dtype_name
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
-    """Return the number of the file for each tensor, so that no file with several tensors exceeds the limit."""
-    numbers, number, filled = [], 0, 0
-    for nbytes in sizes:
-        if filled and filled + nbytes > limit:
-            number, filled = number + 1, 0
-        numbers.append(number)
-        filled += nbytes
-    return numbers
-
-
-def file_names(count: int) -> list[str]:
-    """Return the names of the files if there are `count` of them."""
-    if count == 1:
-        return [SINGLE_NAME]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+def divided(entries: Iterable[TensorEntry], limit: int) -> dict[str, list[TensorEntry]]:
+    """Return the tensors of each file by its name, so that no file with several tensors exceeds `limit` bytes."""
+    files: list[list[TensorEntry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if filled and filled + entry.nbytes > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(entry)
+        filled += entry.nbytes
+    count = len(files)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_NAME]
+    return {name: storage_order(members) for name, members in zip(names, files, strict=True)}
 
 
 def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> None:

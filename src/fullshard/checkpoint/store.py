@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,16 +167,21 @@ class ObjectStore(Store):
                 (folder / directory).remove_beneath(names)
 
 
+def new_save_id() -> str:
+    """Return a unique id for a save."""
+    return secrets.token_hex(8)
+
+
 def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store:
     """Return the store for a save to `final`, in a file system or an object store."""
     return (ObjectStore if isinstance(final, ObjectPath) else Store)(final, save_id, overwrite=overwrite)
 
 
 @contextlib.contextmanager
-def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[Store]:
+def new_checkpoint(final: Location, *, overwrite: bool) -> Iterator[Store]:
     """Yield a store for one process, which must set its manifest. Commit it at the end, or remove it on an error."""
     note_stamps_in(final.parent)
-    store = store_at(final, save_id, overwrite=overwrite)
+    store = store_at(final, new_save_id(), overwrite=overwrite)
     store.prepare()
     try:
         yield store
@@ -188,10 +194,10 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
 
 
 @contextlib.contextmanager
-def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
+def committed_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a directory to fill. Flush its files to disk, and commit or remove it as `new_checkpoint` does."""
-    with new_checkpoint(final, save_id, overwrite=overwrite):
-        temp = storage.temp_directory(final, save_id)
+    with new_checkpoint(final, overwrite=overwrite) as store:
+        temp = storage.temp_directory(final, store.save_id)
         yield temp
         for path in temp.rglob("*"):
             storage.sync_directory(path)

@@ -59,11 +59,6 @@ class TensorEntry:
         """Return the size of the tensor's elements in bytes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
-    @property
-    def order_key(self) -> tuple[int, bool]:
-        """Return the sort key that determines the position of the tensor in a file."""
-        return order_key(self.dtype, math.prod(self.shape))
-
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     """Return `entries` in the order in which a file stores them.
@@ -72,12 +67,12 @@ def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     same width, those with a single element come first. They are step counts, which every rank reads. Because they are
     stored together, a rank can read them in one chunk.
     """
-    return sorted(entries, key=lambda entry: entry.order_key)
+    return sorted(entries, key=lambda entry: order_key(entry.dtype, entry.shape))
 
 
-def order_key(dtype: str, numel: int) -> tuple[int, bool]:
-    """Return the sort key that determines the position of a tensor with `numel` elements in a file."""
-    return -itemsize(dtype), numel > 1
+def order_key(dtype: str, shape: tuple[int, ...]) -> tuple[int, bool]:
+    """Return the sort key that determines the position of a tensor in a file."""
+    return -itemsize(dtype), math.prod(shape) > 1
 
 
 def open_to_write(path: Location, nbytes: int) -> FileSink:
@@ -153,77 +148,58 @@ def open_to_read(path: Location) -> Any:
     return path.open("rb", buffering=0)
 
 
-class TensorFileWriter(contextlib.AbstractContextManager["TensorFileWriter"]):
-    """Writes one new data file. `finish` returns its record once the file is safely on disk.
+def write_tensor_file(
+    path: Location,
+    entries: Sequence[TensorEntry],
+    metadata: Mapping[str, str],
+    parts: Callable[[TensorEntry], Iterable[Bytes]],
+) -> FileRecord:
+    """Write a new data file with this metadata in its header, and return its record once it is safely on disk.
 
-    Tensors must be written in the order of `storage_order(entries)`. The header contains the metadata.
+    `parts` is called for each entry in the order of `storage_order(entries)`. It returns the elements of the tensor,
+    which may be divided, so that only a part of them is in memory at a time.
     """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for entry in storage_order(entries):
+        place = [offset, offset := offset + entry.nbytes]
+        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with contextlib.closing(open_to_write(path, 8 + len(text) + offset)) as file:
+        writer = _ChunkWriter(file)
+        writer.append(np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8))
+        for entry in storage_order(entries):
+            before = writer.nbytes
+            for part in parts(entry):
+                writer.append(part)
+            if (nbytes := writer.nbytes - before) != entry.nbytes:
+                raise CheckpointError(f"got tensor {entry.name!r} with {nbytes} bytes, expected {entry.nbytes}")
+        file.finish()
+    return FileRecord(nbytes=writer.nbytes, crc32c=tuple(writer.crc32c))
 
-    def __init__(self, path: Location, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
-        self._pending = storage_order(entries)
-        self._crc32c: list[int] = []
-        self._chunk_crc32c = self._chunk_filled = self._nbytes = 0
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        offset = 0
-        for entry in self._pending:
-            header[entry.name] = {
-                "dtype": DTYPES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [offset, offset + entry.nbytes],
-            }
-            offset += entry.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self._file = open_to_write(path, 8 + len(text) + offset)
-        try:
-            self._append(np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8))
-        except BaseException:
-            self._file.close()
-            raise
 
-    def write(self, name: str, data: Bytes) -> None:
-        """Append the next tensor. It must have this name and exactly the expected size."""
-        self.write_parts(name, (data,))
+class _ChunkWriter:
+    """Appends bytes to a file, and computes one checksum per chunk. Chunks are counted from the start of the file."""
 
-    def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Append the next tensor in parts, so that only one of them is in memory at a time. See `write`."""
-        entry, before = self._pending.pop(0), self._nbytes
-        for part in parts if entry.name == name else ():
-            self._append(part)
-        nbytes = self._nbytes - before
-        if (entry.name, entry.nbytes) != (name, nbytes):
-            expected = f"expected {entry.name!r} with {entry.nbytes}"
-            raise CheckpointError(f"got tensor {name!r} with {nbytes} bytes, {expected}")
+    def __init__(self, file: FileSink) -> None:
+        self._file, self.nbytes = file, 0
+        self.crc32c: list[int] = []
 
-    def finish(self) -> FileRecord:
-        """Flush the file to disk, close it, and return its record."""
-        if rest := self._pending:
-            raise CheckpointError(f"{len(rest)} tensors were not written; the first is {rest[0].name!r}")
-        if self._chunk_filled:
-            self._crc32c.append(self._chunk_crc32c)
-        self._file.finish()
-        return FileRecord(nbytes=self._nbytes, crc32c=tuple(self._crc32c))
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def _append(self, data: Bytes) -> None:
-        """Append `data` to the file, and update the checksums. Chunks are counted from the start of the file."""
-        at = 0
-        while at < data.nbytes:
-            part = data[at : at + min(_BLOCK_NBYTES, CHUNK_NBYTES - self._chunk_filled)]
+    def append(self, data: Bytes) -> None:
+        end = self.nbytes + data.nbytes
+        while self.nbytes < end:
+            filled = self.nbytes % CHUNK_NBYTES
+            part = data[data.nbytes - (end - self.nbytes) :][: min(_BLOCK_NBYTES, CHUNK_NBYTES - filled)]
             written = 0
             while written < part.nbytes:  # an unbuffered write may stop early, for example when the disk is full
                 written += self._file.write(part[written:].data)
             # Done after the write, which loads the block into the cache; this halves the cost of the checksum.
-            self._chunk_crc32c = google_crc32c.extend(self._chunk_crc32c, part)
-            self._chunk_filled += part.nbytes
-            at += part.nbytes
-            if self._chunk_filled == CHUNK_NBYTES:
-                self._file.start_writeback(len(self._crc32c) * CHUNK_NBYTES, CHUNK_NBYTES)
-                self._crc32c.append(self._chunk_crc32c)
-                self._chunk_crc32c = self._chunk_filled = 0
-        self._nbytes += data.nbytes
+            before = self.crc32c.pop() if filled else 0
+            self.crc32c.append(google_crc32c.extend(before, part))
+            self.nbytes += part.nbytes
+            if self.nbytes % CHUNK_NBYTES == 0:
+                self._file.start_writeback(self.nbytes - CHUNK_NBYTES, CHUNK_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ step-1000/
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from fullshard.checkpoint.storage import (
     require_room,
     sync_directory,
 )
+from fullshard.checkpoint.store import new_save_id
 
 
 def with_torch_format(pending: Pending) -> Pending:
@@ -43,9 +43,8 @@ def write_torch_format(checkpoint: Path, directory: Path) -> None:
     The checkpoint can contain several models. Existing directories with these names are replaced. Either all of the
     new directories appear or none.
     """
-    save_id = uuid.uuid4().hex[:16]
     # A temporary directory next to the checkpoint, which the next save removes if this process is killed.
-    temp = make_temp_directory(checkpoint, save_id, overwrite=True)
+    temp = make_temp_directory(checkpoint, new_save_id(), overwrite=True)
     try:
         for index, part in enumerate(part_paths(checkpoint) or [checkpoint]):
             with open_native(part) as source:

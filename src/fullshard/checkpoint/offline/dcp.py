@@ -11,7 +11,6 @@ elements, and a planner reads each tensor when the writer needs it. There are th
 from __future__ import annotations
 
 import functools
-import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -231,7 +230,7 @@ def write_dcp(
         directories = {".": {**model, **optimizer}}
     final = local_path(path).absolute()
     refuse_around(source, final)
-    with committed_directory(final, uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+    with committed_directory(final, overwrite=overwrite) as temp:
         for name, state in directories.items():
             _save(state, temp / name, _ReadingPlanner(source, progress))
 

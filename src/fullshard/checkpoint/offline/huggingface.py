@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ from fullshard.checkpoint.offline.source import (
     stream,
     tensor_record,
 )
-from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
+from fullshard.checkpoint.shards import divided, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.store import committed_directory
-from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.tensor_file import TensorEntry, write_tensor_file
 from fullshard.checkpoint.weight_files import json_file, stored_tensors, tensors_of
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
@@ -133,20 +132,15 @@ def write_weights(
         source = _in_stored_form(source, copied[0].parent)
     records = {name: cast_record(record, cast) for name, record in source.contents.model.items()}
     entries = [TensorEntry(name, record.dtype, record.shape) for name, record in records.items()]
-    numbers = file_numbers((entry.nbytes for entry in entries), limit)
-    files = {
-        name: storage_order([e for e, n in zip(entries, numbers, strict=True) if n == number])
-        for number, name in enumerate(file_names(max(numbers, default=0) + 1))
-    }
+    files = divided(entries, limit)
     final = local_path(path).absolute()
     refuse_around(source, final)
-    with committed_directory(final, uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+    with committed_directory(final, overwrite=overwrite) as temp:
         for name, members in files.items():
-            with TensorFileWriter(temp / name, members, {"format": "pt"}) as writer:
-                for entry in members:
-                    parts = stream(source, "model", entry.name, records[entry.name], progress=progress)
-                    writer.write_parts(entry.name, parts)
-                writer.finish()
+            write_tensor_file(
+                temp / name, members, {"format": "pt"},
+                lambda entry: stream(source, "model", entry.name, records[entry.name], progress=progress),
+            )  # fmt: skip
         write_index(temp, files)
         for file in copied:
             shutil.copyfile(file, temp / file.name)

@@ -6,9 +6,9 @@ reads little more than its own file. Any other run can load it too.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -41,7 +41,7 @@ from fullshard.checkpoint.offline.source import (
 from fullshard.checkpoint.rng import RNG_PREFIX
 from fullshard.checkpoint.stamps import next_stamp
 from fullshard.checkpoint.store import Store, new_checkpoint
-from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_file
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -50,6 +50,7 @@ from fullshard.core.version import __version__
 
 _PROBE_NUMEL = 4096
 
+_Parts = dict[str, tuple[TensorRecord, Interval]]
 _Cut = dict[tuple[Kind, str], tuple[TensorRecord, list[Interval]]]
 """Every stored tensor with the interval that each rank holds."""
 
@@ -75,7 +76,7 @@ def write_native(
     notes = list(contents.notes)
     final = location(path).absolute()
     refuse_around(source, final)
-    with new_checkpoint(final, uuid.uuid4().hex[:16], overwrite=overwrite) as new:
+    with new_checkpoint(final, overwrite=overwrite) as new:
         files: dict[str, FileRecord] = {}
         for rank in range(world_size):
             for kind in ("model", "optimizer"):
@@ -85,7 +86,14 @@ def write_native(
                     if k == kind and intervals[rank].numel
                 }
                 if parts:
-                    files[new.file_of(kind, rank).name] = _write_rank_file(new, kind, rank, parts, source, progress)
+                    path, metadata = new.file_of(kind, rank), rank_metadata(new.save_id, rank)
+                    # As in a run, replicated state keeps its shape, and everything else is stored as 1-D intervals.
+                    entries = [
+                        TensorEntry(name, record.dtype, record.shape if _is_replicated(record) else (interval.numel,))
+                        for name, (record, interval) in parts.items()
+                    ]
+                    read = functools.partial(_stream, source, kind, parts, progress)
+                    files[path.name] = write_tensor_file(path, entries, metadata, read)
         files |= _write_rank_states(new, source, world_size, notes)
         manifest = _manifest(new, contents, cut, files, world_size)
         if problems := structure_problems(manifest):
@@ -182,23 +190,8 @@ def _cut(contents: Contents, size: int) -> _Cut:
     return cut
 
 
-def _write_rank_file(
-    new: Store,
-    kind: Kind,
-    rank: int,
-    parts: Mapping[str, tuple[TensorRecord, Interval]],
-    source: Source,
-    progress: Progress,
-) -> FileRecord:
-    entries = [
-        # as in a run: replicated state keeps its shape, everything else is stored as 1-D intervals
-        TensorEntry(name, record.dtype, record.shape if _is_replicated(record) else (interval.numel,))
-        for name, (record, interval) in parts.items()
-    ]
-    with TensorFileWriter(new.file_of(kind, rank), entries, rank_metadata(new.save_id, rank)) as writer:
-        for entry in storage_order(entries):
-            writer.write_parts(entry.name, stream(source, kind, entry.name, *parts[entry.name], progress=progress))
-        return writer.finish()
+def _stream(source: Source, kind: Kind, parts: _Parts, progress: Progress, entry: TensorEntry) -> Iterator[Bytes]:
+    return stream(source, kind, entry.name, *parts[entry.name], progress=progress)
 
 
 def _is_replicated(record: TensorRecord) -> bool:
