@@ -203,7 +203,7 @@ def test_a_replaced_one_that_cannot_be_removed_is_no_failure(
         patched.setattr(storage, "_remove_tree", _raise_eacces)
         _committed(tmp_path / "step", "new")
     assert (tmp_path / "step" / "file").read_text() == "new"
-    assert ".old-step-new, which" in caplog.text and "cannot be removed: [Errno 13]" in caplog.text
+    assert ".old-step-" in caplog.text and "cannot be removed: [Errno 13]" in caplog.text
     _committed(tmp_path / "step", "newer")
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 

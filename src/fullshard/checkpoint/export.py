@@ -191,19 +191,30 @@ def _write_weights(
 
     If writing fails, every rank raises the error after the gathers.
     """
-    batches = [batch for batch, _ in itertools.groupby(batch for _, batch in entries)]
-    gathers = map(convert.gather, batches)
+    lost: list[Exception] = []  # errors of gathers, after which ranks can no longer communicate
+
+    def gathered() -> Iterator[Callable[[], list[torch.Tensor]]]:
+        for batch, _ in itertools.groupby(batch for _, batch in entries):
+            try:
+                wholes = convert.gather(batch)
+            except Exception as caught:
+                lost.append(caught)
+                raise
+            yield wholes
 
     def parts() -> Iterator[list[Bytes]]:
         for (batch, members), wholes in zip(itertools.groupby(entries, lambda pair: pair[1]), gathers, strict=False):
             converted = convert(batch, wholes())
             yield from ([tensor_bytes(converted[entry.name])] for entry, _ in members)
 
-    error, made = None, parts()
+    gathers, error = gathered(), None
+    made = parts()
     try:
         if ranks.rank == 0:
             write_tensor_file(path, [entry for entry, _ in entries], {"format": "pt"}, lambda _: next(made))
     except Exception as caught:
+        if lost:
+            raise
         error = caught
     for _ in gathers:  # those that are left, in which the other ranks wait
         pass
