@@ -21,10 +21,16 @@ _COMPARED_NUMEL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The result of matching: sources by the model's names, and the names of stored tensors that are not used."""
+    """The result of matching: sources by the model's names, and the names of stored tensors that are not used.
+
+    `keys` lists the stored tensors from which each tensor of the model is computed. `converted` is the set of tensors
+    that Transformers' converters compute, for example by stacking experts.
+    """
 
     sources: dict[str, TensorSource]
     unused: list[str]
+    keys: dict[str, list[str]]
+    converted: set[str]
 
 
 def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
@@ -41,7 +47,7 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
             f"the files hold several values for the same weight of {rules.outline.title}:\n" + "\n".join(clashes),
             hint="load the class that was saved; Transformers itself would silently use the first value",
         )
-    outline = rules.outline
+    outline, keys = rules.outline, {name: [key] for name, key in as_it_is.items()}
     for group in groups:
         together = _Together(group, stored, outline, outline.tensors[group.first].dtype)
         coded = _coded_together(group, stored, outline)
@@ -51,9 +57,10 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
                 read = functools.partial(together.read, name)
                 kept = None if coded is None else coded(name, tuple(meta.shape))
                 found[name] = TensorSource(tuple(meta.shape), meta.dtype, where, read, kept)
+                keys[name] = [key for _, key in group.takes]
             else:
                 unused.append(name)
-    return Match(found, unused)
+    return Match(found, unused, keys, keys.keys() - as_it_is.keys())
 
 
 def read_whole(

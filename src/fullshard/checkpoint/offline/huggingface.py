@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.coded_files import stored_values
 from fullshard.checkpoint.conversion import outline_of, saving_rules
 from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.offline.source import (
@@ -34,7 +34,7 @@ from fullshard.checkpoint.offline.source import (
 from fullshard.checkpoint.shards import divided, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.store import committed_directory
 from fullshard.checkpoint.tensor_file import TensorEntry, write_tensor_file
-from fullshard.checkpoint.weight_files import json_file, stored_tensors, tensors_of
+from fullshard.checkpoint.weight_files import TensorSource, json_file, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
@@ -53,13 +53,9 @@ _COPIED = (
 )  # fmt: skip
 
 
-def open_weights(path: Path, file: Path | None = None, *, is_decoded: bool = False) -> Source:
-    """Open a directory of weights, or only `file` in it, which may have any name. Raise the errors of `stored_tensors`.
-
-    If `is_decoded` is set, the source returns the values of weights that the files contain as codes.
-    """
-    read_all = stored_values if is_decoded else stored_tensors
-    stored = dict(read_all(path) if file is None else tensors_of(file))
+def open_weights(path: Path, stored: Mapping[str, TensorSource] | None = None) -> Source:
+    """Open a directory of weights, or only `stored` tensors in it. Raise the errors of `stored_tensors`."""
+    stored = dict(stored_tensors(path)) if stored is None else stored
 
     def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
         out = torch.empty(interval.numel, dtype=stored[name].dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.coded_files import stored_values
 from fullshard.checkpoint.conversion import Rules, loading_rules, outline_of
 from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.export import write_configuration
@@ -33,7 +34,9 @@ from fullshard.checkpoint.offline.huggingface import (
 from fullshard.checkpoint.offline.native import open_native
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
 from fullshard.checkpoint.places import tensors_of
+from fullshard.checkpoint.sources import Match, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor
+from fullshard.checkpoint.weight_files import tensors_of as tensors_of_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
@@ -46,37 +49,6 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WRAPPING = ("base_layer", "original_module")
 
 
-class _Base:
-    """The base model's files. Their tensors can be read by the names that they have in the model."""
-
-    def __init__(self, files: Source, rules: Rules) -> None:
-        self.files, self.on_disk, self._outline = files, files.contents.parameters, rules.outline
-        self._stored, self._groups, *_ = rules.load(self.on_disk)
-        metas = {name: torch.empty(record.shape, device="meta") for name, record in self.on_disk.items()}
-        made = [group.convert_meta(metas, self._outline) for group in self._groups]
-        self._numbers = {name: number for number, tensors in enumerate(made) for name in tensors}
-        self._converted = functools.lru_cache(1)(self._convert)
-
-    def keys(self, name: str) -> list[str]:
-        """Return the names of the stored tensors that a tensor is computed from: none if an adapter adds it."""
-        if name in self._numbers:
-            return [key for _, key in self._groups[self._numbers[name]].takes]
-        return [self._stored[name]] if name in self._stored else []
-
-    def is_converted(self, name: str) -> bool:
-        """Return whether Transformers computes this tensor from other tensors, for example by stacking experts."""
-        return name in self._numbers
-
-    def whole(self, name: str) -> torch.Tensor:
-        """Return the tensor that has this name in the model."""
-        if name in self._numbers:
-            return self._converted(self._numbers[name])[name]
-        return self.files.whole(self._stored[name])
-
-    def _convert(self, number: int) -> dict[str, torch.Tensor]:
-        return self._groups[number].convert(self.files.whole, self._outline)
-
-
 @contextmanager
 def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     """Yield a base model with an adapter merged into it, and a directory with its configuration and tokenizer.
@@ -84,13 +56,14 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     `path` is the base model's Hugging Face directory. `adapter` is a directory that PEFT wrote, a Trainer checkpoint,
     or the `training_state` inside one.
     """
-    files = open_weights(path, is_decoded=True)
+    on_disk = stored_values(path)
+    files = open_weights(path, on_disk)
     directory = _config_directory(adapter)
     # Use the widest dtype on disk, whatever the configuration says, because a narrower merge would lose bits.
-    dtypes = {dtype_of(record) for record in files.contents.parameters.values()}
+    dtypes = {source.dtype for source in on_disk.values()}
     wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
     model, values, rules = _peft_model(path, adapter, directory, wide)
-    merged, base = MergedModel(model), _Base(files, rules)
+    merged, base = MergedModel(model), match(on_disk, rules)
     merged.base._weight_conversions = rules.used()  # type: ignore[assignment] # storing reverses them
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,10 +71,10 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
         names = merged.local(tensor).names
         value = next((values[name] for name in names if name in values), None)
         if value is None:
-            name = next((plain for plain in map(_plain, names) if base.keys(plain)), None)
-            if name is None:
+            found = next((base.sources[plain] for plain in map(_plain, names) if plain in base.sources), None)
+            if found is None:
                 raise CheckpointError(f"neither {adapter} nor {path} holds {names[0]}")
-            value = base.whole(name)
+            value = read_whole(found, found.shape, found.dtype)
         if value.shape != tensor.shape:
             raise CheckpointError(f"{names[0]} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}")
         return value.to(tensor.dtype)
@@ -111,8 +84,8 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
         parts = (name for part in merged.parts(source) for name in merged.local(part).names)
         if merged.is_changed(source) or not values.keys().isdisjoint(parts):
             # If the adapter untied the tensor, the base has none of its names, so use the first.
-            changed[next((name for name in source.names if base.keys(name)), source.name)] = source
-    contents, read = _with(base, changed, lambda source: merged.merge(source, whole), merged.base)
+            changed[next((name for name in source.names if name in base.sources), source.name)] = source
+    contents, read = _with(files, base, changed, lambda source: merged.merge(source, whole), merged.base)
     with tempfile.TemporaryDirectory() as beside:
         write_configuration(Path(beside), merged.base, None, merged)
         for file in (*files_beside_weights(path), *files_beside_weights(directory)):  # the adapter's tokenizer is newer
@@ -122,18 +95,23 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
 
 
 def _with(
-    base: _Base, changed: Mapping[str, LocalTensor], merge: Callable[[LocalTensor], torch.Tensor], model: nn.Module
+    files: Source,
+    base: Match,
+    changed: Mapping[str, LocalTensor],
+    merge: Callable[[LocalTensor], torch.Tensor],
+    model: nn.Module,
 ) -> tuple[Contents, Callable[[Kind, str, Interval], torch.Tensor]]:
     """Return the contents of a base model's directory after the merge, and a function to read them."""
     # Tensors in `changed` that Transformers computes from others are stored as Transformers stores them.
     sources: dict[str, LocalTensor] = {}
     records: dict[str, TensorRecord] = {}
     in_memory: dict[str, TensorRecord] = {}
+    on_disk = files.contents.parameters
     for name, source in changed.items():
-        keys, is_converted = base.keys(name), base.is_converted(name)
+        keys, is_converted = base.keys.get(name, ()), name in base.converted
         key = name if is_converted or not keys else keys[0]
         # PEFT may compute in another dtype than the base has on disk; the base's is written.
-        dtype = base.on_disk[keys[0]].dtype if keys else source.tensor.dtype
+        dtype = on_disk[keys[0]].dtype if keys else source.tensor.dtype
         sources[key] = source
         (in_memory if is_converted else records)[key] = tensor_record(source.shape, dtype, where=key)
 
@@ -144,15 +122,15 @@ def _with(
     def read_changed(kind: Kind, key: str, interval: Interval) -> torch.Tensor:
         return made(key)[interval.start : interval.stop].contiguous()
 
-    stored = stored_form_of(Source("merged", base.files.path, Contents(in_memory), read_changed), model)
+    stored = stored_form_of(Source("merged", files.path, Contents(in_memory), read_changed), model)
 
     def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
         if name in records:
             return read_changed(kind, name, interval)
-        return (stored if name in stored.contents.parameters else base.files).read(kind, name, interval)
+        return (stored if name in stored.contents.parameters else files).read(kind, name, interval)
 
-    gone = {key for name in in_memory for key in base.keys(name)}
-    kept = {name: record for name, record in base.on_disk.items() if name not in gone}
+    gone = {key for name in in_memory for key in base.keys[name]}
+    kept = {name: record for name, record in on_disk.items() if name not in gone}
     return Contents({**kept, **records, **stored.contents.parameters}), read
 
 
@@ -203,7 +181,7 @@ def _peft_model(
 
 def _open_adapter(directory: Path) -> Source:
     if (directory / _ADAPTER_WEIGHTS).is_file():
-        return open_weights(directory, directory / _ADAPTER_WEIGHTS)
+        return open_weights(directory, dict(tensors_of_file(directory / _ADAPTER_WEIGHTS)))
     for place in (directory, directory / TRAINER_STATE):
         if (place / MANIFEST_NAME).is_file():
             return open_native(place)
