@@ -272,7 +272,7 @@ if is_first and where.partition(":")[0] in ("write", "send", "seal", "clear"):
     from fullshard.checkpoint import copies as module
     point, rank, nth = where.split(":")
     owner, name = {
-        "write": (module.RankWriter, "_write"), "send": (module.Ranks, "exchange"),
+        "write": (module.RankWriter, "_write"), "send": (module, "_send_to_partner"),
         "seal": (module, "_seal"), "clear": (module, "_remove_others"),
     }[point]
     original, count = getattr(owner, name), [0]

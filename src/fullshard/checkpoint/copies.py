@@ -264,17 +264,22 @@ def _complete(writer: RankWriter, hosts: HostGrid, ranks: Ranks) -> None:
         return encode_manifest(writer.manifest(reports, is_shared=False))
 
     data = ranks.broadcast_bytes(ranks.on_rank_0("describing a copy in host memory", describe) or b"")
-    sizes = ranks.everywhere({name: file.nbytes for name, file in writer.files.items()})
-    if (partner := hosts.partner_of(hosts.rank)) is not None:
-        giver = (hosts.rank - hosts.per_host) % hosts.world_size
-        received = ranks.together(
-            "making room for a partner's copy",
-            lambda: [(giver, _new_file(directory / name, nbytes)) for name, nbytes in sorted(sizes[giver].items())],
-        )
-        ranks.exchange([(partner, _file(directory / name)) for name in sorted(writer.files)], received)
+    _send_to_partner(directory, {name: file.nbytes for name, file in writer.files.items()}, hosts, ranks)
     ranks.together("sealing a copy in host memory", lambda: _seal(directory, data, hosts))
     if hosts.local_rank == 0:
         _remove_others(directory)
+
+
+def _send_to_partner(directory: Path, own: Mapping[str, int], hosts: HostGrid, ranks: Ranks) -> None:
+    sizes = ranks.everywhere(own)
+    if (partner := hosts.partner_of(hosts.rank)) is None:
+        return
+    giver = (hosts.rank - hosts.per_host) % hosts.world_size
+    received = ranks.together(
+        "making room for a partner's copy",
+        lambda: [(giver, _new_file(directory / name, nbytes)) for name, nbytes in sorted(sizes[giver].items())],
+    )
+    ranks.exchange([(partner, _file(directory / name)) for name in sorted(own)], received)
 
 
 def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, parts: LoadArguments) -> dict[str, Any]:
