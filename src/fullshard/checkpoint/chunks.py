@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,14 +40,14 @@ def read_across(
     if source == target or (source.is_row_by_row and target.is_row_by_row):
         read(wanted, out)
         return
-    for patch in patches(shape, source, target, wanted):
-        rows = torch.empty(patch.source.numel, dtype=out.dtype)
-        read(patch.source, rows)
-        block = rows.view(patch.source_sizes)
-        for dim, (offset, size) in enumerate(zip(patch.source_offsets, patch.sizes, strict=True)):
-            block = block.narrow(dim, offset, size)
-        start = int(out.storage_offset()) + patch.target
-        out.as_strided(patch.sizes, patch.target_strides, start).copy_(block)
+    start = 0
+    for part in range(target.parts):
+        sizes = target.sizes(shape, part)
+        own = wanted.intersect(Interval(start, start + math.prod(sizes)))
+        for box in boxes(sizes, own.shift(-start)) if own.numel else ():
+            for piece in in_whole(box, target, shape, part):
+                _read_box(read, out, shape, source, piece, own.start - wanted.start)
+        start += math.prod(sizes)
 
 
 def read_transposed(
@@ -68,40 +67,15 @@ def read_transposed(
         out[part.start - wanted.start : part.stop - wanted.start].copy_(own)
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """A box of elements to copy from a tensor in source order to a tensor in target order.
-
-    `source` is the interval to read in source order, which forms a box of `source_sizes`. The elements to copy are a
-    box of `sizes` at `source_offsets` inside it. `target` and `target_strides` are the offset and the strides of these
-    elements among the wanted ones.
-    """
-
-    source: Interval
-    source_sizes: tuple[int, ...]
-    source_offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    target: int
-    target_strides: tuple[int, ...]
-
-
-def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: Interval) -> Iterator[Patch]:
-    """Yield patches that together copy the `wanted` elements of a tensor from `source` to `target` order.
-
-    `wanted` is an interval in the order of `target`. Patches read intervals in the order of `source`.
-    """
-    start = 0
-    for part in range(target.parts):
-        sizes = target.sizes(shape, part)
-        own = wanted.intersect(Interval(start, start + math.prod(sizes)))
-        for box in boxes(sizes, own.shift(-start)) if own.numel else ():
-            for piece in in_whole(box, target, shape, part):
-                yield from _from(shape, source, piece, own.start - wanted.start)
-        start += math.prod(sizes)
-
-
-def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
-    """Yield patches that copy the box `wanted` from the source's parts to element `offset` of the wanted interval."""
+def _read_box(
+    read: Callable[[Interval, torch.Tensor], None],
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    source: Chunking,
+    wanted: IntervalBox,
+    offset: int,
+) -> None:
+    """Read the box `wanted` of a tensor from the parts of the source, to the elements of `out` from `offset`."""
     dim, start = source.dim, 0
     first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
     for part in range(source.parts):
@@ -114,15 +88,12 @@ def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset:
             inside = replaced(wanted.offsets, dim, low - whole + inner)
             # The smallest contiguous range in the chunk: full slices of all dims after the first with several elements.
             split = next((d for d, size in enumerate(sizes) if size > 1), len(sizes) - 1)
-            covering = (*sizes[: split + 1], *held[split + 1 :])
+            block = torch.empty((*sizes[: split + 1], *held[split + 1 :]), dtype=out.dtype)
             corner = (*inside[: split + 1], *(0 for _ in held[split + 1 :]))
             begin = start + sum(a * b for a, b in zip(corner, strides_of(held), strict=True))
-            yield Patch(
-                source=Interval(begin, begin + math.prod(covering)),
-                source_sizes=covering,
-                source_offsets=tuple(a - b for a, b in zip(inside, corner, strict=True)),
-                sizes=sizes,
-                target=offset + wanted.start + (low - first) * wanted.strides[dim],
-                target_strides=wanted.strides,
-            )
+            read(Interval(begin, begin + block.numel()), block.view(-1))
+            for each, (at, outer, size) in enumerate(zip(inside, corner, sizes, strict=True)):
+                block = block.narrow(each, at - outer, size)
+            to = int(out.storage_offset()) + offset + wanted.start + (low - first) * wanted.strides[dim]
+            out.as_strided(sizes, wanted.strides, to).copy_(block)
         start += math.prod(held)
