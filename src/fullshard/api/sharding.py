@@ -38,14 +38,7 @@ from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.lookup import require_module
 from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
-from fullshard.features import (
-    FSDPModule,
-    OffloadPolicy,
-    describe,
-    keep_head,
-    keep_unsharded,
-    shard_model,
-)
+from fullshard.features import FSDPModule, OffloadPolicy, describe, keep_head, keep_unsharded, shard_model
 from fullshard.features.quantized_weights.quantize import quantize
 from fullshard.features.recompute import checkpoint_modules, compile_modules
 from fullshard.features.unit_selection import embedding_modules, unit_modules

@@ -114,10 +114,7 @@ def diff(
     from fullshard.checkpoint.offline import compare
 
     first, second = location(a), location(b)  # check both names before anything is read
-    with (
-        _open(first, optimizer=not model_only) as one,
-        _open(second, optimizer=not model_only) as other,
-    ):
+    with _open(first, optimizer=not model_only) as one, _open(second, optimizer=not model_only) as other:
         found = list(compare(one, other))
     if as_json:  # JSON has no infinity
         typer.echo(json.dumps([d._asdict() | {"max_abs": min(d.max_abs, sys.float_info.max)} for d in found], indent=2))
@@ -184,13 +181,7 @@ def export(
 
 
 @app.command()
-def reshard(
-    checkpoint: _Ours,
-    output: _OutputOrUrl,
-    *,
-    world_size: _WorldSize,
-    overwrite: Overwrite = False,
-) -> None:
+def reshard(checkpoint: _Ours, output: _OutputOrUrl, *, world_size: _WorldSize, overwrite: Overwrite = False) -> None:
     """Rewrite a fullshard checkpoint for another number of ranks.
 
     The tensors stay identical bit for bit. Loading also reshards, so this step is optional.

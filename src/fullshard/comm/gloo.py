@@ -116,10 +116,7 @@ def _begun(begin: Callable[..., dist.Work | None], tensor: torch.Tensor, **how: 
 
 @torch.no_grad()
 def average(
-    terms: Sequence[torch.Tensor],
-    into: torch.Tensor,
-    divisor: float,
-    watch: Watch | None = None,
+    terms: Sequence[torch.Tensor], into: torch.Tensor, divisor: float, watch: Watch | None = None
 ) -> torch.Tensor:
     """Add at least two `terms`, one per rank, divide the sum by `divisor`, write it to `into`, and return `into`.
 

@@ -11,18 +11,7 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.accelerate import AUTO, STEP_KEYS, is_auto, shard_size
-from fullshard.config.dialect import (
-    Dialect,
-    Key,
-    Note,
-    Read,
-    Reading,
-    Settings,
-    Status,
-    no_effect,
-    refused,
-    switch,
-)
+from fullshard.config.dialect import Dialect, Key, Note, Read, Reading, Settings, Status, no_effect, refused, switch
 from fullshard.config.fsdp import make_hybrid
 from fullshard.config.origin import Entry
 from fullshard.core.errors import ConfigError

@@ -14,17 +14,7 @@ from typing import Any, Literal, get_args
 from fullshard.config import values
 from fullshard.config.accelerate import FLAT, ON_EACH_HOST, hosts
 from fullshard.config.deepspeed import DEEPSPEED_SHORT
-from fullshard.config.dialect import (
-    Dialect,
-    Key,
-    Problem,
-    Reading,
-    Settings,
-    Status,
-    no_effect,
-    refuse,
-    switch,
-)
+from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, no_effect, refuse, switch
 from fullshard.config.load import load_file, load_fsdp_config
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.schema import SETTINGS

@@ -174,10 +174,7 @@ class DataLoaderConfig(_ConfigGroup, path="config.dataloader"):
 class DPConfig(_ConfigGroup, path="config.dist.dp"):
     """Data parallelism without sharding."""
 
-    size: Annotated[
-        Size | None,
-        _used("the number of shard groups, which must match the world size"),
-    ] = None
+    size: Annotated[Size | None, _used("the number of shard groups, which must match the world size")] = None
 
 
 class TPConfig(_ConfigGroup, path="config.dist.tp"):
@@ -206,8 +203,7 @@ class FSDPConfig(_ConfigGroup, path="config.dist.fsdp"):
     wrap_layer_cls: Annotated[ClassNames, _sets("sharding.wrap_classes")] = set()
     """Class names of the units. If empty, the model's own list of layers and all repeated blocks are used."""
     flatten_parameters: Annotated[
-        bool,
-        _no_effect("units are always flat buffers, but parameters stay separate for the optimizer"),
+        bool, _no_effect("units are always flat buffers, but parameters stay separate for the optimizer")
     ] = True
     sync_module_states: Annotated[bool, _no_effect("every rank always starts from rank 0's weights")] = False
     use_spmd: Annotated[bool, Key("", because=XLA_TRAINS, read=asks_for_xla)] = False

@@ -51,14 +51,7 @@ class Bucket(BucketSpec):
     gradient: Gradient
     parameter_type: type[ShardedParameter] = ShardedParameter
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        *,
-        owner: Unit,
-        number: int,
-        weights: Values | None = None,
-    ) -> None:
+    def __init__(self, slots: Sequence[Slot], *, owner: Unit, number: int, weights: Values | None = None) -> None:
         super().__init__(slots, mesh=owner.mesh, policy=owner.policy, storage=owner.storage, reduction=owner.reduction)
         self.owner, self.number = owner, number
         self.has_gradient_hooks = False

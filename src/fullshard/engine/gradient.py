@@ -29,13 +29,7 @@ class Gradient:
     Autograd must be disabled when `launch`, `advance` and `finish` are called.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        parameters: Sequence[ShardedParameter],
-        *,
-        storage_id: int | None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
         self._bucket, self.dtype = bucket, bucket.reduce_dtype
         self._is_away = bucket.plan.main_is_on_host  # `advance` copies the sum there
         self.unsharded = UnshardedGradient(bucket, parameters, storage_id=storage_id)

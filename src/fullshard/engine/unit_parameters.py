@@ -75,14 +75,7 @@ class UnitParameters:
     buckets: list[Bucket]
     full_nbytes: int
 
-    def __init__(
-        self,
-        plan: UnitPlan,
-        *,
-        policy: MixedPrecisionPolicy,
-        storage: Storage,
-        schedule: Schedule,
-    ) -> None:
+    def __init__(self, plan: UnitPlan, *, policy: MixedPrecisionPolicy, storage: Storage, schedule: Schedule) -> None:
         self.schedule, self.slots = schedule, plan.slots
         self.modules, self.policy, self.storage = plan.modules, policy, storage
         self.mesh = schedule.mesh  # a model that contains this one may have another mesh

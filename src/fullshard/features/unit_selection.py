@@ -12,15 +12,7 @@ from torch import nn
 from fullshard.core.errors import WrapError
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.user_class import is_unit
-from fullshard.wrap.policies import (
-    NoWrap,
-    WrapPolicy,
-    can_be_units,
-    has_forward,
-    numel,
-    parse_policy,
-    selected_modules,
-)
+from fullshard.wrap.policies import NoWrap, WrapPolicy, can_be_units, has_forward, numel, parse_policy, selected_modules
 
 
 def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:

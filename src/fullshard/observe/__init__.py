@@ -4,12 +4,4 @@ from fullshard.observe.metrics import JsonlSink, StepMetrics, memory_nbytes, rea
 from fullshard.observe.plots import require_plots
 from fullshard.observe.traces import marked
 
-__all__ = [
-    "JsonlSink",
-    "StepMetrics",
-    "marked",
-    "memory_nbytes",
-    "read_metrics",
-    "require_plots",
-    "reset_memory_peak",
-]
+__all__ = ["JsonlSink", "StepMetrics", "marked", "memory_nbytes", "read_metrics", "require_plots", "reset_memory_peak"]

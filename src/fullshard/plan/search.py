@@ -65,12 +65,7 @@ _SMALLER = 5
 
 
 def search(
-    model: ModelShape,
-    job: Job,
-    cluster: Cluster,
-    *,
-    fixed: Collection[str] = (),
-    margin: float = MARGIN,
+    model: ModelShape, job: Job, cluster: Cluster, *, fixed: Collection[str] = (), margin: float = MARGIN
 ) -> list[Plan]:
     """Return the plans that need at most the fraction `margin` of a device's memory, the fastest first.
 

@@ -12,11 +12,7 @@ from typing import Any
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
-from fullshard.api import (
-    Accelerator,
-    FullyShardedDataParallelPlugin,
-    collectives,
-)
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, collectives
 from fullshard.api.accelerates import ParallelismConfig
 from fullshard.api.accelerates import tensor_parallel_size as asked_tensor_parallel_size
 from fullshard.config.resolve import Resolved
