@@ -9,10 +9,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from fullshard.cli.options import file_word
+from fullshard.config.switches import TAKE
 from fullshard.core.errors import ConfigError
 
 DOES_NOT_FIT = 1
@@ -33,6 +35,8 @@ def rehearse(
         str | None,
         typer.Option(help="free, or a device whose links carry the messages", show_default="those of --as"),
     ] = None,
+    compare: Annotated[Literal["torch"] | None, typer.Option(help="Run it on torch's engine, too")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw FILE.svg, .png or .pdf", parser=file_word)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON. The script then prints to stderr")] = False,
 ) -> None:
     """Run your script as one rank of a large job, to measure it.
@@ -44,26 +48,42 @@ def rehearse(
     The exit code is 1 if the job would not fit into the memory of its devices, or that of the script if it fails.
     """
     from fullshard.launch.scratch import scratch_directory
+    from fullshard.observe.plots import rehearsal_chart, require_plots
     from fullshard.plan.hardware import check_rank, find_device, parse_cluster
 
     cluster = parse_cluster(devices)
     check_rank(rank, cluster.count)
     if links not in (None, "free"):
         find_device(links)
+    if plot is not None:
+        require_plots()
+        if plot.suffix not in (".svg", ".png", ".pdf"):
+            raise ConfigError(f"--plot {plot}: expected a name that ends in .svg, .png or .pdf")
+    options: dict[str, Any] = {"devices": devices, "rank": rank, "steps": steps, "links": links, "engine": None}
     with scratch_directory("fullshard-rehearsal-") as scratch:
-        answer = scratch / "answer.json"
-        options = {"devices": devices, "rank": rank, "steps": steps, "links": links, "answer": str(answer)}
         program, variables = _job(command, scratch)
-        stage = [sys.executable, "-m", "fullshard.api.rehearsal.stage", json.dumps(options), *program]
-        done = subprocess.run(stage, env={**os.environ, **variables}, stdout=2 if as_json else None)
-        if done.returncode:
-            asked = _asked(json.loads(answer.read_text())) if answer.is_file() else ""
-            sys.stderr.write(f"fullshard: nothing was measured, because the script failed\n{asked}")
-            raise typer.Exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
-        found = {"as": str(cluster), "rank": rank, **json.loads(answer.read_text())}
+        options["answer"] = str(scratch / "answer.json")
+        variables |= {} if compare is None else {TAKE.name: "fully_shard"}
+        found = {"as": str(cluster), "rank": rank, **_run(options, program, variables, prints=not as_json)}
+        if compare is not None:
+            theirs = {**variables, TAKE.name: ""}
+            found[compare] = _run(options | {"engine": compare}, program, theirs, prints=not as_json)
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    if plot is not None:
+        rehearsal_chart(found, plot)
     if not found["fits"]:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _run(options: dict[str, Any], program: list[str], variables: dict[str, str], *, prints: bool) -> dict[str, Any]:
+    """Run the script, and return what was measured. The script's exit code becomes that of the command if it fails."""
+    stage = [sys.executable, "-m", "fullshard.api.rehearsal.stage", json.dumps(options), *program]
+    done = subprocess.run(stage, env={**os.environ, **variables}, stdout=None if prints else 2)
+    found = json.loads(file.read_text()) if (file := Path(options["answer"])).is_file() else {"unknown": {}}
+    if done.returncode:
+        sys.stderr.write(f"fullshard: nothing was measured, because the script failed\n{_asked(found)}")
+        raise typer.Exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
+    return dict(found)
 
 
 def _job(words: list[str], scratch: Path) -> tuple[list[str], dict[str, str]]:
@@ -90,34 +110,32 @@ def _lines(found: dict[str, Any]) -> list[str]:
     """Return the answer in words."""
     from fullshard.core.sizes import format_nbytes
 
-    def span(seconds: float | None) -> str:
-        if seconds is None:
-            return "not measured"
-        return f"{seconds:.1f} s" if seconds >= 10 else f"{1000 * seconds:.1f} ms"
-
-    tokens = found["tokens_per_second"]
+    tokens, kind = found["tokens_per_second"], found["as"].split(" x ")[1].partition(" in ")[0]
     said = "" if found["planned"] is None else f" (plan: {format_nbytes(found['planned'])})"
     where = "the GPU at hand" if found["is_on_gpu"] else "this CPU; memory is what the process has grown by"
     lines = [
         f"rank {found['rank']} of {found['as']}, rehearsed for {found['steps']} steps on {where}",
-        f"step: {span(found['step_seconds'])}, of which {span(found['exposed_seconds'])} wait for communication"
-        + (f"; {tokens:,.0f} tokens/s on this rank" if tokens else ""),
+        f"step: {_span(found['step_seconds'])}, of which {_span(found['exposed_seconds'])} wait for communication"
+        + (f"; {tokens:,.0f} tokens/s on this rank" if tokens else "")
+        + (f"; MFU {found['mfu']:.1%}{', with recomputation' * bool(found['unplanned'])}" if found["mfu"] else ""),
     ]
+    if not found["is_asked_device"]:
+        about = f"about {_span(found['seconds_by_plan'])} on {kind} by the plan"
+        lines.append(f"times are of the device at hand; {about if found['seconds_by_plan'] else 'there is no plan'}")
     if found["data_seconds"] is not None:
-        lines.append(f"data: {span(found['data_seconds'])} per step wait for the DataLoader, on average")
+        lines.append(f"data: {_span(found['data_seconds'])} per step wait for the DataLoader, on average")
     for kind, made in found["saves"].items():
         if count := made["count"]:
             later = made["background_seconds"] / count
-            behind = f" and {span(later)} in the background" if later else ""
+            behind = f" and {_span(later)} in the background" if later else ""
             size = format_nbytes(made["nbytes"] // count)
-            lines.append(f"saves by {kind}: {count} of {size}, {span(made['seconds'] / count)} each{behind}")
+            lines.append(f"saves by {kind}: {count} of {size}, {_span(made['seconds'] / count)} each{behind}")
     for phase, peak in found["phases"].items():
         reserved = f", {format_nbytes(peak['reserved'])} reserved" if found["is_on_gpu"] else ""
-        planned = ""
-        if peak["planned"] is not None:
-            more = peak["allocated"] - peak["planned"]
-            planned = f", plan {format_nbytes(peak['planned'])}, {'+' if more >= 0 else '-'}{format_nbytes(abs(more))}"
-        lines.append(f"{phase}: {format_nbytes(peak['allocated'])} at the peak{planned}{reserved}")
+        more = peak["allocated"] - (peak["planned"] or 0)
+        by_plan = f", plan {format_nbytes(peak['planned'] or 0)}, {'-+'[more >= 0]}{format_nbytes(abs(more))}"
+        told = by_plan * (peak["planned"] is not None) + reserved
+        lines.append(f"{phase}: {format_nbytes(peak['allocated'])} at the peak{told}")
     if found["unplanned"]:
         lines.append(f"no plan beside it: {found['unplanned']}")
     lines.append(
@@ -126,15 +144,38 @@ def _lines(found: dict[str, Any]) -> list[str]:
     )
     return [
         *lines,
+        *(_compared(found, found["torch"]) if "torch" in found else ()),
         f"{_asked(found)}every other rank counted as a copy of this one: losses and checkpoints mean nothing",
     ]
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return "not measured"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{1000 * seconds:.1f} ms"
+
+
+def _compared(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Return a table of two answers."""
+    from fullshard.core.sizes import format_nbytes
+
+    lines = [f"{'':16}{'fullshard':>12}{'torch':>12}{'ratio':>8}"]
+    for name in ("step_seconds", "exposed_seconds", "peak_allocated", "peak_reserved"):
+        pair = ours[name], theirs[name]
+        ratio = f"{pair[0] / pair[1]:.3f}" if pair[0] is not None and pair[1] else ""
+        show = _span if name.endswith("seconds") else format_nbytes
+        lines.append(
+            f"{name.removesuffix('_seconds').replace('_', ' '):16}{show(pair[0]):>12}{show(pair[1]):>12}{ratio:>8}"
+        )
+    for name, answer in (("fullshard", ours), ("torch", theirs)):
+        lines.append(f"losses, {name}: " + " ".join(f"{loss:.4f}" for loss in answer["losses"][:8]))
+    wrong = ", ".join(name for name, answer in (("fullshard", ours), ("torch", theirs)) if answer["engine"] != name)
+    return [*lines, *([f"not comparable: the script does not use the fully_shard of {wrong}"] if wrong else [])]
 
 
 def _asked(found: dict[str, Any]) -> str:
     """Return a line with the values of other ranks that the script has asked for, or nothing if it has not."""
     asked = ", ".join(f"{what} ({count}x)" for what, count in found["unknown"].items())
-    hint = (
-        "" if "steps" in found else "hint: if the script cannot go on without them, rehearse the rank that has them\n"
-    )
+    hint = "hint: if the script cannot go on without them, rehearse the rank that has them\n"
     said = textwrap.fill(f"asked for values that only other ranks know, and kept what was there: {asked}", 80)
-    return asked and f"{said}\n{hint}"
+    return asked and f"{said}\n{hint * ('steps' not in found)}"

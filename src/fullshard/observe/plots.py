@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import io
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fullshard.core.errors import MissingExtraError
+from fullshard.core.sizes import GIB
 
 _LOOK = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 """Names may contain any sign, so none is read as mathematics."""
@@ -34,13 +36,41 @@ def require_plots() -> None:
             raise MissingExtraError(package, extra="plots", purpose="drawing charts for a report")
 
 
+def rehearsal_chart(found: Mapping[str, Any], target: Path | None = None) -> str:
+    """Draw the answer of `fullshard rehearse`: the peaks of the phases, and a step with its links and without.
+
+    Write the chart to `target`, or return it as `line_chart` does.
+    """
+    matplotlib, phases, limit = importlib.import_module("matplotlib"), found["phases"], found["memory"] / GIB
+    with matplotlib.rc_context({**_LOOK, "svg.hashsalt": "fullshard"}):
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 2.6), layout="constrained")
+        memory, time = figure.subplots(1, 2, width_ratios=(3, 1))
+        peaks = [[(peak[kind] or 0) / GIB for peak in phases.values()] for kind in ("allocated", "planned")]
+        for label, values, left in zip(("measured", "plan"), peaks, (-0.4, 0), strict=True):
+            if any(values):
+                memory.bar([place + left for place in range(len(phases))], values, 0.4, align="edge", label=label)
+        if limit < 3 * max(map(max, peaks)):  # else it would leave no room for the bars
+            memory.axhline(limit, color="C3")
+        memory.set(ylabel="GiB", title=f"peak of memory (limit: {limit:.1f} GiB)")
+        memory.set_xticks(range(len(phases)), phases)
+        memory.legend(fontsize=8)
+        if (step := found["step_seconds"]) is not None and (exposed := found["exposed_seconds"]) is not None:
+            time.bar(["links", "free links"], [1000 * step, 1000 * (step - exposed)], 0.6, color="C2")
+        time.set(ylabel="ms", title="step")
+        return _image(figure) if target is None else str(figure.savefig(target))
+
+
+def _image(figure: Any) -> str:
+    figure.savefig(buffer := io.BytesIO(), format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
 def line_chart(unit: str, lines: Sequence[Line]) -> str:
     """Draw a line chart over steps, and return it as the value for the `src` attribute of an image.
 
     If a line has very many points, neighbouring points are averaged.
     """
     matplotlib = importlib.import_module("matplotlib")
-    buffer = io.BytesIO()
     with matplotlib.rc_context(_LOOK), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters that a font lacks
         # The object interface selects no display and leaves nothing registered.
@@ -59,5 +89,4 @@ def line_chart(unit: str, lines: Sequence[Line]) -> str:
         axes.grid(visible=True, alpha=0.3)
         if len(lines) > 1:
             axes.legend(fontsize=8)
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        return _image(figure)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -44,12 +44,21 @@ class _TrainerState(BaseModel):
     log_history: list[_Logged] = []
 
 
+class _Rehearsal(BaseModel):
+    """The answer of `fullshard rehearse --json`, as far as it is drawn."""
+
+    phases: dict[str, dict[Literal["allocated", "reserved", "planned"], int | None]]
+    memory: int
+    step_seconds: float | None = None
+    exposed_seconds: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """Holds the metrics of one run and the contents of the other files in its folder.
 
-    The metrics come from `metrics.jsonl` or from Trainer's log. `name` is the name of the folder, or its full path if
-    several runs have folders with the same name.
+    The metrics come from `metrics.jsonl` or from Trainer's log, and `rehearsal` from `rehearsal.json`. `name` is the
+    name of the folder, or its full path if several runs have folders with the same name.
     """
 
     name: str
@@ -58,6 +67,7 @@ class RunRecord:
     settings: dict[str, dict[str, Any]]
     environment: dict[str, Any]
     events: list[dict[str, Any]]
+    rehearsal: _Rehearsal | None
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Return the steps for which the field `name` has a value, and the values: the largest if each rank has one."""
@@ -87,7 +97,8 @@ def _run(folder: Path) -> RunRecord:
     metrics = _read(folder / "metrics.jsonl", folder, lambda path: list(read_metrics(path)))
     steps = [dataclasses.asdict(step) for step in metrics] or _logged(folder)
     events = _read(folder / JOURNAL_NAME, folder, lambda path: list(read_journal(path)))
-    if not steps and not events:
+    rehearsal = _json(folder / "rehearsal.json", folder, _Rehearsal)
+    if not steps and not events and rehearsal is None:
         raise DataError(
             f"{folder} does not contain a run: there is no metrics.jsonl from `fullshard train` and no "
             f"{_TRAINER_STATE} with losses",
@@ -100,6 +111,7 @@ def _run(folder: Path) -> RunRecord:
         settings=_json(folder / "settings.json", folder, dict[str, dict[str, Any]]) or {},
         environment=_json(folder / "environment.json", folder, dict[str, Any]) or {},
         events=events,
+        rehearsal=rehearsal,
     )
 
 

@@ -14,7 +14,7 @@ from fullshard.core.files import write_text
 from fullshard.core.imports import import_extra
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.version import __version__
-from fullshard.observe.plots import Line, line_chart, require_plots
+from fullshard.observe.plots import Line, line_chart, rehearsal_chart, require_plots
 from fullshard.observe.record import RunRecord, read_runs
 
 _TROUBLE = ("failure", "restart", "skip", "preemption", "shrink", "growth", "replica", "slow")
@@ -60,6 +60,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         "states": [f"{run.name}: {_state(run)}" for run in runs],
         "overview": _overview(runs),
         "charts": _charts(runs),
+        "rehearsals": [(r.name, rehearsal_chart(r.rehearsal.model_dump())) for r in runs if r.rehearsal],
         "trouble": [(run.name, _trouble(run)) for run in runs if run.events],
         "given": given,
         "differing": differing,

@@ -15,7 +15,9 @@ from unittest.mock import patch
 
 import pytest
 
-from fullshard.cli.rehearse import _lines
+from fullshard.cli.rehearse import _asked, _lines
+from fullshard.observe.plots import rehearsal_chart
+from fullshard.observe.report import write_report
 from tests.commands import run_here
 from tests.distributed import preload
 
@@ -38,7 +40,15 @@ def _stage(options: dict[str, Any], script: str, words: list[str]) -> None:
 def rehearse_in_a_fork(folder: Path, script: Path, *words: str, **options: Any) -> dict[str, Any]:
     """Return the answer for a script. A fork of a process that has imported torch is quicker than the command."""
     answer = folder / "answer.json"
-    given = {"devices": "8xH100", "rank": 0, "steps": None, "links": None, "answer": str(answer), **options}
+    given = {
+        "devices": "8xH100",
+        "rank": 0,
+        "steps": None,
+        "links": None,
+        "engine": None,
+        "answer": str(answer),
+        **options,
+    }
     process = multiprocessing.get_context("forkserver").Process(target=_stage, args=(given, str(script), [*words]))
     process.start()
     process.join(60)
@@ -81,3 +91,70 @@ def test_the_plan_is_that_of_the_command(known: dict[str, Any], tmp_path: Path) 
     assert known["planned"] == planned["needed"]
     device = planned["phases"]["load"]["framework"]
     assert known["phases"]["backward"]["planned"] == sum(planned["phases"]["backward"].values()) - device
+
+
+def test_time_is_said_for_the_device_at_hand(known: dict[str, Any], unknown: dict[str, Any]) -> None:
+    """The plan's ratio gives that of the device that was asked for. The model's FLOP are planned, or else counted."""
+    by_plan = known["seconds_by_plan"]
+    assert 0 < by_plan < known["step_seconds"]  # a CPU's computation, on an H100
+    said = "\n".join(_lines(known))
+    assert "times are of the device at hand; about " in said
+    assert " on H100 by the plan" in said
+    tokens, width, inner = 4 * 64, 128, 256
+    products = 2 * (4 * width**2 + 3 * width * inner) + width * 256
+    scores = 2 * 2 * (64 + 1) * width  # two products for each pair of a token and an earlier one, in two layers
+    assert known["flops"] == pytest.approx(6 * tokens * products + 3 * tokens * scores, rel=0.01)
+    assert "times are of the device at hand; there is no plan" in _lines(unknown)
+    outer = 6 * 4 * 32 * (2 * 2 * 64 * 256 + 64 * 128)  # of rehearsed.py, whose first product needs no input's gradient
+    assert unknown["flops"] == pytest.approx(outer, rel=0.01)
+
+
+def test_mfu_needs_a_device_whose_peak_is_known(known: dict[str, Any], tmp_path: Path) -> None:
+    """A CPU has one only if it was calibrated."""
+    assert known["mfu"] is None
+    assert "MFU" not in "\n".join(_lines(known))
+    speeds = {"flops": 2e11, "flops_fp32": 1e11, "memory_bandwidth": 2e10, "link": 2e9, "network": 1e9}
+    values = {"name": "CPU", "memory": 10**10, "per_host": 2, "source": "a test", "framework": 0, **speeds}
+    (tmp_path / "here.json").write_text(json.dumps(values))
+    script, words = SCRIPTS / "rehearsed_llama.py", json.dumps(VALUES)
+    found = rehearse_in_a_fork(tmp_path, script, words, devices=f"2x{tmp_path / 'here.json'}")
+    assert found["is_asked_device"]
+    assert found["seconds_by_plan"] is None
+    assert found["mfu"] == pytest.approx(found["flops"] / found["step_seconds"] / 1e11)
+    found["as"] = "2 x CPU in 1 host"
+    assert f"; MFU {found['mfu']:.1%}" in "\n".join(_lines(found))
+
+
+def test_both_engines_are_compared(known: dict[str, Any], tmp_path: Path) -> None:
+    """A script that imports `fully_shard` from fullshard gets torch's, and both answers are in one table."""
+    words = json.dumps(VALUES)
+    found = rehearse_in_a_fork(tmp_path, SCRIPTS / "rehearsed_llama.py", words, engine="torch")
+    assert found["engine"] == "torch"
+    assert len(found["losses"]) == len(known["losses"]) == 6
+    lines = _lines({**known, "torch": found})
+    ratio = known["peak_allocated"] / found["peak_allocated"]
+    assert any(line.startswith("peak allocated") and line.endswith(f"{ratio:.3f}") for line in lines)
+    assert f"losses, torch: {found['losses'][0]:.4f}" in "\n".join(lines)
+    assert not any("not comparable" in line for line in lines)
+    assert "the script does not use the fully_shard of torch" in "\n".join(_lines({**known, "torch": known}))
+
+
+def test_the_answer_is_drawn_and_in_the_report(known: dict[str, Any], tmp_path: Path) -> None:
+    """A file, and a section of the report for a folder with the answer."""
+    rehearsal_chart(known, tmp_path / "chart.svg")
+    drawn = (tmp_path / "chart.svg").read_text()
+    for text in ("load and first forward", "limit: 79.2 GiB", "plan", "free links"):
+        assert f">{text}" in drawn or text in drawn
+    (tmp_path / "rehearsal.json").write_text(json.dumps(known))
+    write_report([tmp_path], tmp_path / "report.html")
+    assert "<h2>Rehearsal</h2><figure>" in (tmp_path / "report.html").read_text()
+    done = run_here("rehearse", "--as", "8xH100", "--plot", str(tmp_path / "chart.txt"), "--", "x.py")
+    assert "expected a name that ends in .svg, .png or .pdf" in done.stderr
+
+
+def test_values_of_other_ranks_are_named_in_short_lines() -> None:
+    """As many as there are, in lines of 80 columns."""
+    asked = _asked({"unknown": {f"broadcast from rank {rank} of 64": 3 for rank in range(9)}})
+    assert "broadcast from rank 8 of 64 (3x)" in asked.replace("\n", " ")
+    assert max(map(len, asked.splitlines())) <= 80
+    assert asked.splitlines()[-1].startswith("hint: ")

@@ -176,3 +176,15 @@ def test_a_script_that_fails_ends_the_command_with_its_code(capfd: pytest.Captur
     assert "the script failed" in said
     assert "asked for values that only other ranks know" in said
     assert "broadcast_object_list from rank 0 (1x)\nhint: " in said
+
+
+@pytest.mark.full
+def test_a_comparison_runs_both_engines(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The script's own words say whose `fully_shard` it has got, and the chart is written."""
+    words = ["--compare", "torch", "--plot", str(tmp_path / "a.png"), "--", "--cpu", str(EXAMPLES / "own_loop.py")]
+    found, said = rehearse(capfd, "--as", "8xH100", "--steps", "5", *words)
+    assert "sharded over 8 ranks" in said
+    assert "FSDPModel is sharded by torch's engine" in said
+    assert (found["engine"], found["torch"]["engine"]) == ("fullshard", "torch")
+    assert found["torch"]["step_seconds"] > 0
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

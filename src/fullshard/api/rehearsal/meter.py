@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.api import torch_private
 from fullshard.api.rehearsal import saves
 from fullshard.api.rehearsal.group import unknown
 from fullshard.api.rehearsal.lines import Links
-from fullshard.api.rehearsal.planned import Batches, Planned, engine_of, read_job
-from fullshard.core.errors import ConfigError, WrapError
+from fullshard.api.rehearsal.planned import device_at_hand, engine_of, peaks_of, plan_of, read_job, seconds_of
+from fullshard.core.errors import ConfigError
 from fullshard.core.imports import Replaced, replace
+from fullshard.engine.precision import dtype_name
 from fullshard.features.auto_reshard import entry_nbytes
-from fullshard.plan.hardware import Cluster
-from fullshard.plan.shapes import ModelShape
+from fullshard.plan.hardware import Cluster, find_device
+from fullshard.plan.work import step_flops
 
 WARM_UP = 2
 """The steps that are not timed. The first creates the optimizer's state, and the engine learns the order of units."""
@@ -46,8 +48,11 @@ class Meter:
         self._links, self._last, self._cluster, self._always_free = links, steps, cluster, links.is_free
         self._steps = Counter[int]()  # by optimizer
         self._reads = Counter[int](), Counter[int](), Counter[int]()  # tokens, sequences and calls, by embedding
-        self._job: str | tuple[ModelShape, dict[str, Any]] = "the script has taken no step"  # or its job
+        self._job: Any = "the script has taken no step"  # or what `read_job` returns
         self._engine: str | None = None
+        self._loss, self._losses = torch.tensor(torch.nan), list[torch.Tensor]()
+        self._operations: FlopCounterMode | None = None
+        self._dtype = ""  # in which the script computes
         self._ends: list[tuple[Any, bool]] = []  # when each step ended, and whether its links were free
         self._phase, self._depth = LOAD, 0
         self._peaks: dict[str, list[int]] = {}  # allocated and reserved bytes, by phase
@@ -78,6 +83,8 @@ class Meter:
     def _run_backward(self, *given: Any, **named: Any) -> None:
         if not self._depth:
             self._turn(BACKWARD)
+        if given and isinstance(given[0], torch.Tensor) and given[0].numel() == 1:
+            self._loss = given[0].detach()
         self._depth += 1
         try:
             self._backward.torchs(*given, **named)
@@ -91,6 +98,8 @@ class Meter:
             numbers = given.numel(), len(given) if given.ndim > 1 else 1, 1
             for counter, number in zip(self._reads, numbers, strict=True):
                 counter[id(module)] += number
+            kind, own = given.device.type, next(module.parameters()).dtype
+            self._dtype = dtype_name(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own)
         return self._embed.torchs(module, given)
 
     def _read(self, batches: Any) -> Any:
@@ -107,13 +116,17 @@ class Meter:
         if (count := max(self._steps.values())) <= len(self._ends):  # another optimizer of the same step
             return
         self._ends.append((_now(), self._links.is_free))
+        self._losses.append(self._loss)
         if count == 1:
+            self._engine = engine_of(optimizer)
             self._look_at(optimizer)
         self._links.is_free = self._always_free or (count >= WARM_UP and (count - WARM_UP) % 2 == 1)
         if count == WARM_UP:
             for counter in self._reads:
                 counter.clear()
             self._waited = None
+            if self._operations is not None:
+                self._operations.__exit__(None, None, None)
         if count == WARM_UP + 1:
             _forget_peak()
         if count == self._last:
@@ -121,21 +134,42 @@ class Meter:
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
         """Find out what the script trains, and with whose engine."""
-        self._engine = engine_of(optimizer)
         try:
             self._job = read_job(optimizer)
-        except (ConfigError, WrapError) as error:
-            self._job = str(error).partition("\n")[0]
-
-    def _plan(self, batches: Batches) -> Planned | str:
-        """Return the plan of the script's job, or why there is none."""
-        if isinstance(self._job, str):
-            return self._job
-        try:
-            shape, settings = self._job
-            return Planned(shape, settings, batches, self._cluster)
         except ConfigError as error:
-            return str(error).partition("\n")[0]
+            self._job = str(error).partition("\n")[0]
+            self._operations = FlopCounterMode(display=False)
+            self._operations.__enter__()
+
+    def _beside(self, step: float | None, exposed: float | None, steps: int) -> dict[str, Any]:
+        """Return the model's FLOP, and what the plan and the figures of the device at hand say of them."""
+        busiest = max(self._reads[0].items(), key=itemgetter(1), default=(0, 0))[0]
+        reads = [counter[busiest] for counter in self._reads]
+        here, asked = device_at_hand(self._cluster), self._cluster.device
+        flops: float = 0 if self._operations is None else self._operations.get_total_flops()
+        dtype, peaks = self._dtype, dict[str, int]()
+        found: dict[str, Any] = {"planned": None, "unplanned": None, "seconds_by_plan": None, "engine": self._engine}
+        try:
+            if isinstance(self._job, str):
+                raise ConfigError(self._job)
+            plan = plan_of(self._job, reads, steps, self._cluster)
+            flops, dtype = step_flops(plan.setting.model, plan.job), plan.job.compute_dtype
+            peaks, found["planned"] = peaks_of(plan), plan.memory.needed
+            if here is not None and here != asked and step is not None and exposed is not None:
+                found["seconds_by_plan"] = seconds_of(plan, step, exposed, here)
+        except ConfigError as error:
+            found["unplanned"] = str(error).partition("\n")[0]
+        is_known = here not in (None, find_device("CPU")) and step and flops and dtype
+        kinds = ("allocated", "reserved", "planned")
+        return found | {
+            "phases": {
+                name: dict(zip(kinds, (*peak, peaks.get(name)), strict=True)) for name, peak in self._peaks.items()
+            },
+            "flops": flops,
+            "mfu": flops / step / here.peak(dtype) if is_known else None,  # type: ignore[operator, union-attr]
+            "is_asked_device": here == asked,
+            "tokens_per_second": reads[0] / steps / step if step and reads[0] else None,
+        }
 
     def answer(self) -> dict[str, Any]:
         """Return what was measured, as values for JSON. Times are None if too few steps have ended."""
@@ -146,28 +180,17 @@ class Meter:
         linked, free = (statistics.median(spans[kind]) if spans[kind] else None for kind in (False, True))
         step = free if self._always_free else linked
         timed = max(1, len(self._ends) - WARM_UP)
-        busiest = max(self._reads[0].items(), key=itemgetter(1), default=(0, 0))[0]
-        read, sequences, calls = (counter[busiest] for counter in self._reads)
-        tokens = read / timed
-        plan = self._plan(Batches.of(read, sequences, calls, timed)) if read else "the script embeds no tokens"
-        peaks = {} if isinstance(plan, str) else plan.peaks
-        allocated, reserved = self._top
-        needed, memory = reserved + self._cluster.device.framework, self._cluster.device.memory
+        exposed = None if linked is None or free is None else max(0.0, linked - free)
+        needed, memory = self._top[1] + self._cluster.device.framework, self._cluster.device.memory
         return {
             "steps": len(self._ends),
             "step_seconds": step,
-            "exposed_seconds": None if linked is None or free is None else max(0.0, linked - free),
+            "exposed_seconds": exposed,
             "data_seconds": None if step is None or self._waited is None else self._waited / timed,
-            "tokens_per_second": tokens / step if step and tokens else None,
-            "phases": {
-                phase: {"allocated": peak[0], "reserved": peak[1], "planned": peaks.get(phase)}
-                for phase, peak in self._peaks.items()
-            },
-            "planned": None if isinstance(plan, str) else plan.plan.memory.needed,
-            "unplanned": plan if isinstance(plan, str) else None,
-            "engine": self._engine,
-            "peak_allocated": allocated,
-            "peak_reserved": reserved,
+            **self._beside(step, exposed, timed),
+            "losses": [loss.item() for loss in self._losses],
+            "peak_allocated": self._top[0],
+            "peak_reserved": self._top[1],
             "needed": needed,
             "memory": memory,
             "fits": needed <= memory,

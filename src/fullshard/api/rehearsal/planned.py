@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,23 +21,8 @@ from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import Cluster, Device, find_device
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import ModelShape
-from fullshard.plan.work import step_flops
 
 _MODES: dict[Any, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """What a rank reads in a step: `calls` micro-batches of `sequences` sequences of `tokens` tokens."""
-
-    calls: int
-    sequences: int
-    tokens: int
-
-    @classmethod
-    def of(cls, tokens: int, sequences: int, calls: int, steps: int) -> Batches:
-        """Return the mean over some steps of what was read in all of them. At least one sequence was read."""
-        return cls(max(1, round(calls / steps)), round(sequences / calls), round(tokens / sequences))
 
 
 def engine_of(optimizer: torch.optim.Optimizer) -> str | None:
@@ -74,52 +59,39 @@ def read_job(optimizer: torch.optim.Optimizer) -> tuple[ModelShape, dict[str, An
     }
 
 
-def device_at_hand() -> Device | None:
-    """Return the planner's row of the device at hand, or None if it has none."""
+def plan_of(job: Any, reads: Sequence[int], steps: int, cluster: Cluster) -> Plan:
+    """Return the plan of a job, or raise `ConfigError`. `reads` are the tokens, sequences and calls of all steps."""
+    if not all(reads):
+        raise ConfigError("the script embeds no tokens")
+    tokens, sequences, calls = reads
+    sizes = {"micro_batch": round(sequences / calls), "seq_len": round(tokens / sequences)}
+    shape, settings = job
+    planned = Job.of({**settings, **sizes, "accumulation": max(1, round(calls / steps))})
+    return evaluate(shape, planned, dataclasses.replace(cluster, shares_memory=False))
+
+
+def device_at_hand(cluster: Cluster) -> Device | None:
+    """Return the planner's figures for the device at hand, or None. If a job on CPUs is asked for, they are its."""
+    if (device := torch.accelerator.current_accelerator()) is None:
+        return cluster.device if cluster.device.is_cpu else find_device("CPU")
     try:
-        return find_device(planned_device(torch.accelerator.current_accelerator() or torch.device("cpu")))
+        return find_device(planned_device(device))
     except ConfigError:
         return None
 
 
-class Planned:
-    """The plan of a job of which a step was measured, on the devices that were asked for.
+def peaks_of(plan: Plan) -> dict[str, int]:
+    """Return the peak of each phase in bytes, without the runtime's. The first forward has no optimizer's state yet."""
 
-    Raises:
-        ConfigError: the planner does not support such a job.
-    """
+    def total(phase: str, *left_out: str) -> int:
+        held = plan.memory.phases[phase]
+        return sum(nbytes for name, nbytes in held.items() if name not in ("framework", *left_out))
 
-    def __init__(self, shape: ModelShape, settings: dict[str, Any], batches: Batches, cluster: Cluster) -> None:
-        sizes = {"micro_batch": batches.sequences, "seq_len": batches.tokens, "accumulation": batches.calls}
-        self.cluster = dataclasses.replace(cluster, shares_memory=False)
-        self.plan: Plan = evaluate(shape, Job.of({**settings, **sizes}), self.cluster)
+    first = max(total(phase, "optimizer state", "gradients") for phase in ("load", "forward"))
+    return {"load and first forward": first, **{name: total(name) for name in ("forward", "backward", "optimizer")}}
 
-    @property
-    def flops(self) -> float:
-        """The FLOP of one rank in a step, without recomputation."""
-        return step_flops(self.plan.setting.model, self.plan.job)
 
-    @property
-    def peaks(self) -> dict[str, int]:
-        """The peak of each phase in bytes, without what the runtime takes. Before the first step there is no state."""
-
-        def total(phase: str, *left_out: str) -> int:
-            held = self.plan.memory.phases[phase]
-            return sum(nbytes for name, nbytes in held.items() if name not in ("framework", *left_out))
-
-        first = (total(phase, "optimizer state", "gradients") for phase in ("load", "forward"))
-        return {
-            "load and first forward": max(first),
-            **{phase: total(phase) for phase in ("forward", "backward", "optimizer")},
-        }
-
-    def seconds(self, step: float, exposed: float, here: Device) -> float:
-        """Return the seconds of a step on the devices that were asked for.
-
-        The measured computation is scaled by the ratio of the two plans' computation. The exposed communication is the
-        plan's.
-        """
-        own = evaluate(self.plan.model, self.plan.job, dataclasses.replace(self.cluster, device=here)).time
-        asked = self.plan.time
-        ratio = (asked.total - asked.exposed) / (own.total - own.exposed)
-        return (step - exposed) * ratio + asked.exposed
+def seconds_of(plan: Plan, step: float, exposed: float, here: Device) -> float:
+    """Return a step's seconds on the planned devices: computation in the ratio of the plans, and the plan's waits."""
+    own, asked = evaluate(plan.model, plan.job, dataclasses.replace(plan.cluster, device=here)).time, plan.time
+    return (step - exposed) * (asked.total - asked.exposed) / (own.total - own.exposed) + asked.exposed

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import fsdp
 
+import fullshard
 from fullshard.api import torch_private
 from fullshard.api.rehearsal import saves
 from fullshard.api.rehearsal.group import NAME, RehearsedGroup, register, unknown
@@ -29,7 +31,7 @@ from fullshard.api.rehearsal.meter import Meter
 from fullshard.comm.select import register_backend
 from fullshard.core.files import write_text
 from fullshard.core.imports import Replaced, replace
-from fullshard.launch import bootstrap
+from fullshard.launch import bootstrap, take
 from fullshard.plan.hardware import find_device, parse_cluster
 
 
@@ -44,6 +46,8 @@ def main() -> None:
     os.environ.update(_variables(options["rank"], cluster.count, cluster.per_host, store.port))
     if cluster.device.is_cpu:
         register_backend(messages_of)
+    if options["engine"] == "torch":
+        _use_torchs_engine()
     with register(links.line):
         replace(replacements())
         meter = Meter(links, options["steps"], cluster)
@@ -54,6 +58,13 @@ def main() -> None:
             code = end.code
         write_text(Path(options["answer"]), json.dumps({"unknown": unknown} if code else meter.answer()))
         sys.exit(code)
+
+
+def _use_torchs_engine() -> None:
+    """Let the script import torch's `fully_shard` and its kin from fullshard, as `launch/take` does the other way."""
+    for name in take.NAMES:
+        setattr(fullshard, name, getattr(fsdp, name))
+    vars(fullshard)["describe"] = lambda model: f"{type(model).__name__} is sharded by torch's engine"
 
 
 def _variables(rank: int, count: int, per_host: int, port: int) -> dict[str, str]:
