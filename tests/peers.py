@@ -84,8 +84,8 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
 
 
 def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
-    adapters = "float32" if job.method == "full" else peer.adapter_dtype
-    width = itemsize(adapters)
+    main = job.main_dtype if job.method == "full" else peer.adapter_dtype
+    width = itemsize(main)
     trained = model.trainable_numel
     frozen = sum(p.nbytes for p in model.parameters if not p.trainable and p.role != "scale")
     on_device = 0 if job.offload else 1
@@ -93,7 +93,7 @@ def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str
         "frozen parameters": on_device * frozen // ranks,
         "scales": sum(p.nbytes for p in model.parameters if p.role == "scale"),
         "main weights": on_device * trained * width // ranks,
-        "optimizer state": round(on_device * trained * job.planned_optimizer.state_nbytes(adapters) / ranks),
+        "optimizer state": round(on_device * trained * job.planned_optimizer.state_nbytes(main) / ranks),
     }
 
 
@@ -127,7 +127,7 @@ def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[s
     layer = layer_activations(block, job, DEVICES["H100"])
     compute = itemsize(job.compute_dtype)
     trained = sum(p.numel for p in unit.parameters if p.trainable)
-    width = itemsize("float32" if job.method == "full" else peer.adapter_dtype)
+    width = itemsize(job.main_dtype if job.method == "full" else peer.adapter_dtype)
     packed = max((p.numel for p in unit.parameters if p.exact), default=0)
     on_device = 0 if job.offload else 1
     return {

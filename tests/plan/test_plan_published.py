@@ -28,6 +28,7 @@ from fullshard.plan.shapes import ModelShape
 from tests.peers import Peer, peer_memory
 from tests.published_recent import ROWS as RECENT
 from tests.published_recent import Recent
+from tests.published_runs import MARKS, REACHED, REASONS, errors, runs, table
 
 GB, GIB = 10**9, 2**30
 
@@ -269,6 +270,28 @@ def test_recent_figures_as_a_whole() -> None:
                 f"90th percentile {ninth:.1%}, worst {errors[-1]:.1%}"
             )
             assert median <= most
+
+
+def test_a_few_published_runs() -> None:
+    """Each 12th of those that `test_published_runs` compares, so of each source."""
+    for run in runs()[::12]:
+        assert run.values["reason"] or all(abs(run.ratios[what] - 1) <= 0.25 for what in run.published)
+
+
+@pytest.mark.full
+def test_published_runs() -> None:
+    """Each kind's median is at most what it was, what is more than 25 % off has a reason, and the page is true."""
+    for run in runs():
+        reasons = run.values["reason"].split("; ") if run.values["reason"] else []
+        ratios = ", ".join(f"{what} {ratio:.2f}" for what, ratio in run.ratios.items())
+        print(f"{run.name}: {ratios} {'; '.join(REASONS[reason] for reason in reasons)}")
+        assert reasons or all(abs(run.ratios[what] - 1) <= 0.25 for what in run.published), run.name
+    print(table())
+    for what, kinds in REACHED.items():
+        for kind, most in kinds.items():
+            assert statistics.median(errors(kind, what)) <= most, (kind, what)
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    assert MARKS.search(page)[2].strip() == table()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("row", foundry()[::30], ids=lambda row: row.name)
