@@ -993,6 +993,13 @@ def who_makes_groups() -> None:
         dist.destroy_process_group()
 
 
+@check("ranks_awaited")
+def who_has_created_a_group() -> None:
+    store = dist.HashStore()
+    torch_private.ranks_awaited.torchs(0, store, "group", 1, timedelta(seconds=10))
+    assert store.num_keys() == 2
+
+
 @check("parts_checked")
 def which_parts_overlap() -> None:
     from torch.distributed.checkpoint.metadata import Metadata

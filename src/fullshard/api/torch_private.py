@@ -125,6 +125,9 @@ groups_made = Replaced.of(distributed_c10d, "_new_process_group_helper")
 """Creates every process group. A rehearsal replaces it, because no other place can give a script that asks for NCCL or
 Gloo another backend. Since torch 2.0."""
 
+ranks_awaited = Replaced.of(distributed_c10d, "_store_based_barrier")
+"""Waits in a store until all ranks have created a group, which nobody does in a rehearsal. Since torch 2.0."""
+
 parts_checked = Replaced.of(default_planner, "_validate_global_plan")
 """Checks that the parts that ranks save do not overlap, which they do in a rehearsal. Returns whether they do not, or a
 list of problems since torch 2.13. Since torch 2.0."""

@@ -70,6 +70,8 @@ _lines: list[Lines] = []
 named_groups: WeakValueDictionary[str, RehearsedGroup] = WeakValueDictionary()
 unknown: Counter[str] = Counter()
 """How often the script has asked for values that only other ranks know, by what it asked for."""
+polled: dict[str, tuple[int, float]] = {}
+"""How often the script has asked for a value since another message, and since when, by what it asked for."""
 
 
 @contextlib.contextmanager
@@ -120,6 +122,8 @@ class RehearsedGroup(_GROUP):  # type: ignore[misc]
         ranks: int = 0,
     ) -> Any:
         """Start a collective, and return its work. The tensors in `whole` have the parts of all ranks."""
+        if what not in ("broadcast", "receive"):
+            polled.clear()
         kind = whole[0].device.type
         line = self._lines.get(kind) or self._lines.setdefault(kind, self._open(self, kind))
         nbytes = sum(tensor.nbytes for tensor in whole)

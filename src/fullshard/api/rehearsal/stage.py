@@ -23,7 +23,7 @@ from torch.distributed import fsdp
 
 import fullshard
 from fullshard.api import torch_private
-from fullshard.api.rehearsal import saves
+from fullshard.api.rehearsal import saves, waits
 from fullshard.api.rehearsal.group import NAME, RehearsedGroup, register, unknown
 from fullshard.api.rehearsal.lines import Links
 from fullshard.api.rehearsal.messages import messages_of
@@ -103,6 +103,7 @@ def replacements() -> dict[Replaced, Any]:
         Replaced.of(dist, "split_group"): _split,
         **{r: _keep_objects(r) for r in received},
         **saves.replacements(),
+        **waits.replacements(),
     }
 
 
@@ -123,12 +124,10 @@ def _keep_objects(place: Replaced) -> Callable[..., Any]:
     @functools.wraps(place.torchs)
     def receive(*given: Any, **named: Any) -> Any:
         words = signature.bind(*given, **named).arguments
-        group, root = words.get("group"), words.get("src", 0)
-        if words.get("group_src") is not None:
-            root = dist.get_process_group_ranks(group)[words["group_src"]]
-        if root == dist.get_rank():
+        if (root := waits.sender(words)) == dist.get_rank():
             return place.torchs(*given, **named)
         unknown[f"{place.name} from rank {root}"] += 1
+        waits.note(f"{place.name} from rank {root}")
         return root
 
     return receive
