@@ -1039,15 +1039,17 @@ def kinds_of_reductions() -> None:
     assert torch_private.reduction_of(options.reduceOp) == (dist.ReduceOp.PREMUL_SUM, 0.5)
 
 
-@check("note_device_time", "wait_on_device")
+@check("take_links", "wait_on_device")
 def kernels_that_wait() -> None:
     signature = inspect.signature(torch.cuda._compile_kernel)
     signature.bind("source", "name")
     if torch.cuda.is_available():
-        place, ends = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.cuda.Event(enable_timing=True)
+        (place, sent), ends = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.cuda.Event(enable_timing=True)
         begins = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-        torch_private.note_device_time(place)
-        torch_private.wait_on_device(place, 0.05)
+        for _ in range(2):
+            torch_private.take_links(place, sent, 0.025)
+        torch_private.wait_on_device(place, 0.025)
+        assert sent.item() - place.item() == 25_000_000
         ends.record()
         ends.synchronize()
         assert 50 <= begins.elapsed_time(ends) < 60

@@ -157,16 +157,21 @@ def _kernel(name: str) -> Any:
     """Compile a kernel for the GPU's clock. Since torch 2.8."""
     read = 'asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));'
     source = (
-        f'extern "C" __global__ void note(long long *t, int _) {{ long long now; {read} *t = now; }}\n'
+        f'extern "C" __global__ void take(long long *t, unsigned long long *sent, int us) '
+        f"{{ unsigned long long now, seen, old = *sent; {read} do {{ seen = old; *t = seen > now ? seen : now; "
+        f"old = atomicCAS(sent, seen, *t + us * 1000ull); }} while (old != seen); }}\n"
         f'extern "C" __global__ void wait(long long *t, int us) '
         f"{{ long long now; do {{ {read} }} while (now - *t < us * 1000ll); }}"
     )
     return functools.partial(torch.cuda._compile_kernel(source, name), (1, 1, 1), (1, 1, 1))
 
 
-def note_device_time(place: torch.Tensor) -> None:
-    """Let the current stream write the GPU's clock to `place`, in nanoseconds. Since torch 2.8."""
-    _kernel("note")([place, 0])
+def take_links(place: torch.Tensor, sent: torch.Tensor, seconds: float) -> None:
+    """Let the current stream reserve the links for `seconds`, from the time in `sent` or from now. Since torch 2.8.
+
+    On the GPU's clock, in nanoseconds: `place` gets the time at which that begins, `sent` the time at which it ends.
+    """
+    _kernel("take")([place, sent, round(seconds * 1e6)])
 
 
 def wait_on_device(place: torch.Tensor, seconds: float) -> None:

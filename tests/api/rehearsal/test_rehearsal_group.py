@@ -238,7 +238,7 @@ def test_averages_and_scaled_sums() -> None:
 
 
 def test_messages_take_the_time_of_the_links_beside_the_computation() -> None:
-    """Those of a communicator one after the other; others and the host go on meanwhile."""
+    """One after the other, also of several communicators; the host goes on meanwhile."""
     whole, own = torch.zeros(15_000_000), torch.zeros(7_500_000)  # 30 MB of 60 arrive, at 1.5 GB/s: 20 ms
     with rehearsed(0, 2, links="CPU"):
         pair = dist.new_group([0, 1])
@@ -246,10 +246,10 @@ def test_messages_take_the_time_of_the_links_beside_the_computation() -> None:
         begin = time.perf_counter()
         works: list[Any] = [dist.all_reduce(own, async_op=True, group=group) for group in (None, None, pair)]
         assert works[1]._end - works[0]._end >= 0.0199
-        assert works[2]._end < works[1]._end
-        works[1].wait()
+        assert works[2]._end - works[1]._end >= 0.0199
+        works[2].wait()
         assert works[0].is_completed()
-        assert time.perf_counter() - begin >= 0.04
+        assert time.perf_counter() - begin >= 0.06
         work: Any = dist.all_reduce(own, async_op=True)
         time.sleep(0.03)  # a computation that hides it
         assert work.is_completed()
@@ -264,7 +264,8 @@ def test_links_inside_and_between_hosts() -> None:
 
     class Group:
         def seconds(self, ranks: int, stride: int, what: str = "all-gather", times: int = 1) -> float:
-            return links.seconds(Collective(what, 2**30, ranks, stride, times))
+            sending, latency = links.seconds(Collective(what, 2**30, ranks, stride, times))
+            return max(sending) + latency
 
     of = Group().seconds
     inside, across, strided = of(8, 1), of(16, 1), of(2, 8)

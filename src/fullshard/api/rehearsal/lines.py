@@ -1,7 +1,7 @@
 """Lines on which messages take as long as on real links, although nothing is sent.
 
-A line uses the host's time or a GPU's. A communicator runs its messages one after the other. Messages of different
-communicators do not slow each other down.
+A line uses the host's time or a GPU's. A communicator runs its messages one after the other, latency included. Messages
+of different communicators share the links: one sends its data after the other, while their latencies overlap.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Links:
 
     def __init__(self, cluster: Cluster, *, is_free: bool = False) -> None:
         self._cluster, self.is_free = cluster, is_free
+        self._sent_at = [0.0, 0.0]  # when the links inside hosts and between hosts are free, on the host's clock
+        self._sent: Any = None  # and on the GPU's, in its memory
 
     def line(self, group: RehearsedGroup, kind: str) -> CommunicatorLine:
         """Return the line of a group for tensors of one kind of device."""
@@ -37,20 +39,31 @@ class Links:
 
     def _occupy(self, message: Collective, fill: Callable[[], object]) -> None:
         """Keep the current stream of the GPU busy for the time of a message, or of `fill` if that is longer."""
-        if not (seconds := self.seconds(message)):
+        sending, latency = self.seconds(message)
+        if not sum(sending) + latency:
             fill()
             return
-        begun = torch.empty(1, dtype=torch.int64, device="cuda")
-        torch_private.note_device_time(begun)
+        if self._sent is None:
+            self._sent = torch.zeros(2, dtype=torch.int64, device="cuda")
+            torch.accelerator.synchronize()  # before other streams use it
+        begun, slower = torch.empty(1, dtype=torch.int64, device="cuda"), max(sending)
+        torch_private.take_links(begun, self._sent[sending.index(slower) :], slower)
         fill()
-        torch_private.wait_on_device(begun, seconds)
+        torch_private.wait_on_device(begun, slower + latency)
 
-    def seconds(self, message: Collective) -> float:
-        """Return how long a message takes."""
+    def reserve(self, message: Collective, earliest: float) -> float:
+        """Return when a message has ended that is sent after those before it, at this time of the host or later."""
+        sending, latency = self.seconds(message)
+        link = sending.index(max(sending))
+        self._sent_at[link] = max(earliest, self._sent_at[link]) + sending[link]
+        return self._sent_at[link] + latency
+
+    def seconds(self, message: Collective) -> tuple[tuple[float, float], float]:
+        """Return how long a message occupies the links inside hosts and between hosts, and its latency."""
         if self.is_free or message.ranks == 1:
-            return 0.0
+            return (0.0, 0.0), 0.0
         inside, across, latency = message.seconds(self._cluster)
-        return max(inside, across) + latency
+        return (inside, across), latency
 
 
 class _RunningWork(_WORK):  # type: ignore[misc]
@@ -102,7 +115,7 @@ class HostLine:
         """Start a collective."""
         if message.what == "barrier" and torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
-        self._free_at = max(time.perf_counter(), self._free_at) + self._links.seconds(message)
+        self._free_at = self._links.reserve(message, max(time.perf_counter(), self._free_at))
         fill()
         return HostWork(self._free_at, whole)
 

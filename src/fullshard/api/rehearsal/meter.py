@@ -99,7 +99,8 @@ class Meter:
             for counter, number in zip(self._reads, numbers, strict=True):
                 counter[id(module)] += number
             kind, own = given.device.type, next(module.parameters()).dtype
-            self._dtype = dtype_name(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own)
+            is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+            self._dtype = dtype_name(torch.get_autocast_dtype(kind) if is_cast else own)
         return self._embed.torchs(module, given)
 
     def _read(self, batches: Any) -> Any:
