@@ -53,7 +53,7 @@ def rehearsal_chart(found: Mapping[str, Any], target: Path | None = None) -> str
             memory.axhline(limit, color="C3")
         memory.set(ylabel="GiB", title=f"peak of memory (limit: {limit:.1f} GiB)")
         memory.set_xticks(range(len(phases)), phases)
-        memory.legend(fontsize=8)
+        figure.legend(fontsize=8, loc="outside right upper")
         if (step := found["step_seconds"]) is not None and (exposed := found["exposed_seconds"]) is not None:
             time.bar(["links", "free links"], [1000 * step, 1000 * (step - exposed)], 0.6, color="C2")
         time.set(ylabel="ms", title="step")
