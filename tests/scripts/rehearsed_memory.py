@@ -27,6 +27,8 @@ from torch.distributed.fsdp import fully_shard as torchs  # noqa: E402
 
 import fullshard  # noqa: E402
 
+if kind == "offload":
+    from fullshard import Accelerator, FullyShardedDataParallelPlugin
 if kind in ("lora", "qlora", "checkpointing"):
     import peft
     import transformers
@@ -46,8 +48,8 @@ def own_loop() -> None:
 
 def accelerate() -> None:
     """Train with an Accelerator that offloads to the host."""
-    plugin = fullshard.FullyShardedDataParallelPlugin(cpu_offload=True, transformer_cls_names_to_wrap=["Layer"])
-    accelerator = fullshard.Accelerator(cpu=True, fsdp_plugin=plugin)
+    plugin = FullyShardedDataParallelPlugin(cpu_offload=True, transformer_cls_names_to_wrap=["Layer"])
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = nn.Sequential(*(Layer() for _ in range(6)))
     steps(*accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
 
