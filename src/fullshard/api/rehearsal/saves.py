@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from fullshard.api import torch_private
 from fullshard.checkpoint import collect, save
+from fullshard.checkpoint.format import Manifest
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.core.imports import Replaced
 from fullshard.launch import environment
@@ -39,11 +40,23 @@ def replacements() -> dict[Replaced, Callable[..., Any]]:
         Replaced.of(Ranks, "on_rank_0"): Ranks.together,
         Replaced.of(environment, "run_on_main"): lambda _, function: function(),
         Replaced.of(collect, "structure_problems"): lambda manifest: [],  # other ranks' parts are copies of this one's
+        Replaced.of(Manifest, "file_name"): _file_here(Replaced.of(Manifest, "file_name")),
         **_timed(),
         torch_private.copies_divided: _divide,
         torch_private.parts_checked: _find_no_overlap,
         torch_private.ranks_of_a_save: _lead,
     }
+
+
+def _file_here(place: Replaced) -> Callable[..., str]:
+    """Wrap a method of `Manifest`, so that a rehearsed checkpoint gives this rank's file in place of a missing one."""
+
+    @functools.wraps(place.torchs)
+    def find(manifest: Manifest, kind: str, rank: int) -> str:
+        name: str = place.torchs(manifest, kind, rank)
+        return name if name in manifest.files else next((n for n in manifest.files if n.startswith(f"{kind}-")), name)
+
+    return find
 
 
 def _timed() -> dict[Replaced, Callable[..., Any]]:
