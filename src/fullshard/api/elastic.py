@@ -13,17 +13,13 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
     if span is None:
         return steps
     least, most = span
-    for ranks in range(least, most + 1, environment.local_world_size):
+    allowed = range(least, most + 1, environment.local_world_size)
+    for ranks in allowed:
         if steps * most % ranks:
+            fewest = next(n for n in range(1, 10**6) if not any(n * most % each for each in allowed))
             raise ConfigError(
                 f"gradient_accumulation_steps = {steps} on {most} ranks makes a batch of {steps * most} "
                 f"micro-batches, which cannot be divided evenly among {ranks} ranks",
-                hint="use a multiple of "
-                f"{_step(least, most, environment.local_world_size)}, or a different number of hosts",
+                hint=f"use a multiple of {fewest}, or a different number of hosts",
             )
     return steps * most // environment.world_size
-
-
-def _step(least: int, most: int, per_host: int) -> int:
-    """Return the fewest steps for which every allowed number of ranks divides `steps * most` micro-batches."""
-    return next(n for n in range(1, 10**6) if not any(n * most % ranks for ranks in range(least, most + 1, per_host)))

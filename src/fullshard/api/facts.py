@@ -134,10 +134,8 @@ class Facts(Gathering):
     non_blocking: bool = forwarded("dataloader_config.non_blocking", bool)
     """True if batches are copied to the device without waiting."""
 
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Return whether the script asked for stateful loaders. Prepared loaders are always stateful."""
-        return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
+    use_stateful_dataloader: bool = forwarded("dataloader_config.use_stateful_dataloader", bool)
+    """True if the script asked for stateful loaders. Prepared loaders are always stateful."""
 
     project_dir: str | None = forwarded("project_configuration.project_dir")
     """Base directory for `save_state`."""

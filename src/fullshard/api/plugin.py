@@ -435,7 +435,7 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
             _check_alone_by_size(function, keywords)
             return BySize(keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS))
         case "always_wrap_policy":
-            return ByPredicate(_always)
+            return ByPredicate(lambda module: True)
         case "ModuleWrapPolicy":
             return ByClass(tuple(sorted(torch_private.classes_to_wrap(function), key=str)))
         case "CustomPolicy":
@@ -454,7 +454,3 @@ def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
                 f"auto_wrap_policy: size_based_auto_wrap_policy with {name} is not supported",
                 hint="remove it, or pass a function that returns whether a module is a unit",
             )
-
-
-def _always(module: nn.Module) -> bool:
-    return True

@@ -16,7 +16,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Self, Unpack
+from contextlib import AbstractContextManager
+from typing import Unpack
 
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 _WRITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """Saves checkpoints while training continues, one at a time. A new save first waits for the previous one.
 
     Every rank creates an `AsyncSaver` and calls the same methods in the same order. An error in the background is
@@ -128,9 +129,6 @@ class AsyncSaver:
         if error is not None:
             raise error
         return path
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:

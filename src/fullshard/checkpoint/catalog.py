@@ -90,8 +90,11 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
     """Return the readable checkpoints, newest first, with one manifest per part. Log those that cannot be read."""
     found = []
     for directory in entries_of(root) if root.is_dir() else []:
-        if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):
+        if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir():
             continue
+        newer = directory.name.removeprefix(OLD_PREFIX).rpartition("-")[0]
+        if directory.name.startswith(OLD_PREFIX) and directory.with_name(newer).exists():
+            continue  # the checkpoint of this name has replaced it
         parts, problem = _checkpoint_in(directory)
         if problem:
             logger.warning("skipping checkpoint %s", printable(f"{directory}: {problem}"))
@@ -118,11 +121,3 @@ def _problems(parts: list[tuple[Location, Manifest]], *, thorough: bool) -> list
         for part, manifest in parts
         for problem in (verify_checkpoint(part).problems if thorough else quick_problems(part, manifest))
     ]
-
-
-def _is_superseded(directory: Location) -> bool:
-    """Return whether a directory is the old version of a checkpoint that a newer one has replaced."""
-    if not directory.name.startswith(OLD_PREFIX):
-        return False
-    name = directory.name.removeprefix(OLD_PREFIX).rpartition("-")[0]
-    return directory.with_name(name).exists()

@@ -17,9 +17,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -50,7 +51,7 @@ from fullshard.launch.copies import find_copies_directory
 from fullshard.launch.environment import may_be_started_again, read_rank_environment
 
 
-class MemoryCopies:
+class MemoryCopies(AbstractContextManager["MemoryCopies"]):
     """Copies the training state in the background to the memory of this host and of the next one.
 
     Every rank creates a `MemoryCopies` and calls the same methods in the same order.
@@ -147,9 +148,6 @@ class MemoryCopies:
         """Wait until a running copy has finished."""
         self._saver.wait()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: Any) -> None:
         self._saver.__exit__(*error)
 
@@ -161,7 +159,8 @@ class MemoryCopies:
         destination = Destination.of(arguments["model"], self.directory / f"step-{step:06d}")
         ranks, hosts, save_id = destination.ranks, self._hosts, destination.store.save_id
         directory = self.directory / f"step-{step:06d}-{save_id}"
-        store = _CopyStore(directory, save_id)
+        store = Store(directory, save_id)
+        store.directory = directory  # files are written in place, and are valid once all hosts have the manifest
         writer = ranks.together("collecting the state", lambda: RankWriter(store, hosts.rank, arguments))
         sizes = ranks.everywhere(writer.nbytes)
         nbytes = sum(sizes[rank] for rank in hosts.kept_by(hosts.host_of(hosts.rank)))
@@ -244,15 +243,6 @@ def transfers(
             there, local = held[name][host % len(held[name])], number % hosts.per_host
             found.append((name, there * hosts.per_host + local, first + local))
     return found
-
-
-class _CopyStore(Store):
-    """The directory of a copy. Files are written in place, and are valid once all hosts have written the manifest."""
-
-    @property
-    def directory(self) -> Path:
-        """Return the directory of the copy, in which its files stay."""
-        return Path(self.final)
 
 
 def _complete(writer: RankWriter, hosts: HostGrid, ranks: Ranks) -> None:

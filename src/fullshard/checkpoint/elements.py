@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from fullshard.checkpoint.format import DTYPES, NAMES, FileRecord, TensorRecord
+from fullshard.checkpoint.format import DTYPES, FileRecord, TensorRecord
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_file
 from fullshard.core.errors import CheckpointError
+from fullshard.engine.precision import torch_dtype
 
 
 def wraps_others(tensor: torch.Tensor) -> bool:
@@ -25,17 +26,9 @@ def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
     return name
 
 
-def dtype_called(code: str) -> torch.dtype:
-    """Return the torch dtype for a dtype code of safetensors. Raise `CheckpointError` if the code is unknown."""
-    if code not in NAMES:
-        raise CheckpointError(f"a data file uses the unknown dtype {code!r}")
-    dtype: torch.dtype = getattr(torch, NAMES[code])
-    return dtype
-
-
 def dtype_of(record: TensorRecord) -> torch.dtype:
     """Return a record's dtype as a torch dtype."""
-    return dtype_called(DTYPES[record.dtype])
+    return torch_dtype(record.dtype)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:

@@ -21,7 +21,6 @@ from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination
 from fullshard.checkpoint.shards import divided, parse_dtype, parse_size, write_index
-from fullshard.checkpoint.storage import temp_directory
 from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_file
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.core.errors import CheckpointError
@@ -70,7 +69,7 @@ def export_hf(
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     final = local_path(path).absolute()
     destination = Destination.of(model, final, overwrite=overwrite)
-    ranks, temp = destination.ranks, temp_directory(final, destination.store.save_id)
+    ranks, temp = destination.ranks, Path(destination.store.directory)
     with destination.discarded_on_failure():
         convert = ranks.together(f"exporting {final}", lambda: SavedLayout.of(model, cast=cast))
         batches = ranks.together(f"exporting {final}", convert.entries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -216,23 +216,14 @@ def load_full_state_dict(
     for local, name in zip(locals_, names, strict=True):
         if name is None:
             continue
-        whole = _sent(ranks, given.get(name), local.shape, local.tensor.dtype)
+        whole = ranks.broadcast_tensor(given.get(name), local.shape, local.tensor.dtype)
         part = local.tensor.spec.cut(whole) if isinstance(local.tensor, ShardedTensor) else whole
         local.held.copy_(part.view(local.held.shape))
     for name, (dtype, shape) in sizes.items():
-        tensors[name] = _sent(ranks, tensors.get(name), shape, torch_dtype(dtype))
+        tensors[name] = ranks.broadcast_tensor(tensors.get(name), shape, torch_dtype(dtype))
     for name, state in decode_value(encoded, tensors).items():
         extra[name].set_extra_state(state)
     return missing, unexpected
-
-
-def _sent(ranks: Ranks, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Send `tensor` from rank 0 to all ranks, cast to `dtype`, and return it. All ranks must call this."""
-    sent = torch.empty(shape, dtype=dtype, device=ranks.device)
-    if tensor is not None:  # on rank 0
-        sent.copy_(tensor)
-    ranks.broadcast_tensor(sent)
-    return sent
 
 
 def _extra_states(model: nn.Module) -> dict[str, nn.Module]:

@@ -103,6 +103,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if hasattr(module, "merged_adapters") and hasattr(module, "unmerge"))
 
 
+@torch.no_grad()
 def _change(layer: Any, change: Callable[[Any], object]) -> None:
     """Let PEFT change an unsharded copy of a layer, and copy this rank's part of the new base weights to the layer."""
     known = {id(local.tensor): local for local in local_tensors(layer)}
@@ -114,14 +115,9 @@ def _change(layer: Any, change: Callable[[Any], object]) -> None:
     change(twin)
     changed = dict(twin.get_base_layer().named_parameters())
     for name, parameter in layer.get_base_layer().named_parameters():
-        _keep_own(parameter, changed[name])
+        if isinstance(parameter, ShardedParameter):
+            parameter.local.copy_(parameter.spec.cut(changed[name]))
+        else:
+            parameter.copy_(changed[name])
     # DoRA records the norms used in the merge, which it needs to unmerge.
     layer.merged_adapters, layer._caches = twin.merged_adapters, getattr(twin, "_caches", {})
-
-
-@torch.no_grad()
-def _keep_own(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    if isinstance(parameter, ShardedParameter):
-        parameter.local.copy_(parameter.spec.cut(whole))
-    else:
-        parameter.copy_(whole)

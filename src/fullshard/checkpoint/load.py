@@ -49,7 +49,7 @@ from fullshard.checkpoint.tensors import (
     rest,
 )
 from fullshard.checkpoint.values import decode_value
-from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
+from fullshard.checkpoint.verify import pieces_of, problems_of_file, quick_problems
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
@@ -159,7 +159,9 @@ def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Se
     """Read and verify every byte of the files of these kinds, each file on one rank. All ranks must call this."""
 
     def prove() -> None:
-        if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):
+        names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
+        own = names[ranks.rank :: ranks.world_size]
+        if found := [problem for name in own for problem in problems_of_file(directory / name, manifest)]:
             raise DamagedError("\n".join(found))
 
     ranks.together(f"reading {directory}", prove, kind=DamagedError)
@@ -359,8 +361,9 @@ class _Load:
         dtype = dtype_of(record)
         if record.layout == "interval":
             # with the parameter's strides: fused optimizers iterate over the memory of both and ignore strides
-            like = local.held
-            tensor = there if _is_alike(there, like, dtype) else torch.empty_like(like, dtype=dtype)
+            like, own = local.held, there if isinstance(there, torch.Tensor) else torch.empty(0)
+            fits = (own.device, own.shape, own.stride(), own.dtype) == (like.device, like.shape, like.stride(), dtype)
+            tensor = own if fits else torch.empty_like(like, dtype=dtype)
             interval, chunking = local.interval, local.chunking
         else:
             # fused and capturable optimizers need the step count on the device, others where it was
@@ -369,12 +372,6 @@ class _Load:
             interval, chunking = Interval(0, record.numel), UNCUT
         self.targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor, chunking))
         return tensor
-
-
-def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a value is a tensor of `dtype` that has the same device, shape and strides as `like`."""
-    wanted = like.device, like.shape, like.stride(), dtype
-    return isinstance(value, torch.Tensor) and (value.device, value.shape, value.stride(), value.dtype) == wanted
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def places_of(model: nn.Module) -> Iterator[Place]:
         buffers = {k: b for k, b in module._buffers.items() if k not in torch_private.non_persistent_buffers(module)}
         for attribute, tensor in {**module._parameters, **buffers}.items():
             if tensor is not None:
-                yield Place(qualified(_without_wrappers(path), attribute), module, attribute, tensor)
+                yield Place(qualified(without_wrappers(path), attribute), module, attribute, tensor)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,8 +42,8 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {place.name: place.tensor for place in places_of(model)}
 
 
-def _without_wrappers(path: str) -> str:
-    """Return a module path without the parts that PEFT (also for its trained copies) and checkpoint wrappers add."""
+def without_wrappers(path: str) -> str:
+    """Return a path without the parts that PEFT (also for its trained copies) and checkpoint wrappers add."""
     path = re.sub(r"(^|\.)modules_to_save\.[^.]+(?=\.|$)", "", clean_name(path))
     return ".".join(part for part in path.split(".") if part not in ("", "base_layer", "original_module"))
 

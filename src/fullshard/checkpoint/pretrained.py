@@ -293,17 +293,14 @@ class PretrainedWeights:
 
         If tensor parallelism splits the parameter, the interval counts the elements of this rank's part.
         """
-        shard = local_shard_of(slot)
+        read, shape, target = functools.partial(self._read_rows, slot), tuple(slot.parameter.shape), UNCUT
+        if (shard := local_shard_of(slot)) is not None:
+            target, interval = shard.chunking, interval.shift(shard.start)
         if (own_mark := mark_of(slot.parameter)) is not None and own_mark.is_transposed:
-            *others, rows, columns = slot.parameter.shape
-            wanted = interval if shard is None else interval.shift(shard.start)  # a shard has complete matrices
-            read_transposed(functools.partial(self._read_rows, slot), (*others, columns, rows), wanted, out)
-            return
-        if shard is None or not shard.is_chunked:
-            self._read_rows(slot, interval, out)
-            return
-        read, shape = functools.partial(self._read_rows, slot), tuple(slot.parameter.shape)
-        read_across(read, out, shape=shape, source=UNCUT, target=shard.chunking, wanted=interval.shift(shard.start))
+            *others, rows, columns = shape  # a shard has complete matrices
+            read_transposed(read, (*others, columns, rows), interval, out)
+        else:
+            read_across(read, out, shape=shape, source=UNCUT, target=target, wanted=interval)
 
     def _read_rows(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Read the elements in `interval` of a parameter into `out`. The parameter is flattened row by row."""

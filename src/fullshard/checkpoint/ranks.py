@@ -134,11 +134,15 @@ class Ranks:
             dist.broadcast(buffer, src=0, group=self._group)
         return buffer.cpu().numpy().tobytes()
 
-    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with rank 0's tensor. It must be contiguous and on `device`."""
-        if self.world_size > 1 and tensor.numel():
+    def broadcast_tensor(self, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return rank 0's tensor, cast to `dtype`, on every rank. The other ranks pass None."""
+        sent = torch.empty(shape, dtype=dtype, device=self.device)
+        if tensor is not None:
+            sent.copy_(tensor)
+        if self.world_size > 1 and sent.numel():
             with self._peers("receiving tensors"):
-                dist.broadcast(as_sent(tensor.view(-1)), src=0, group=self._group)
+                dist.broadcast(as_sent(sent.view(-1)), src=0, group=self._group)
+        return sent
 
     def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
         """Run `function`, which must not communicate, on every rank. If it fails on one rank, raise `kind` on all."""

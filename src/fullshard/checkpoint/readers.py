@@ -12,8 +12,9 @@ import torch
 
 from fullshard.checkpoint.chunks import read_across, read_transposed
 from fullshard.checkpoint.coded_state import CodedTensor
-from fullshard.checkpoint.elements import dtype_called, dtype_of, tensor_bytes
+from fullshard.checkpoint.elements import dtype_of, tensor_bytes
 from fullshard.checkpoint.format import (
+    NAMES,
     CodedPieceRecord,
     CodeRecord,
     FormRecord,
@@ -156,7 +157,7 @@ class Readers:
             return {}
         result = {}
         for key, stored in self[name].tensors.items():
-            tensor = torch.empty(stored.shape, dtype=dtype_called(stored.dtype))
+            tensor = torch.empty(stored.shape, dtype=torch_dtype(NAMES[stored.dtype]))
             self[name].read_into(stored.start, tensor_bytes(tensor))
             result[key] = tensor
         return result

@@ -106,32 +106,23 @@ class Destination:
         final: Location = self.store.final
         return final
 
-    def make(self, doing: str, *, several: bool = False) -> None:
-        """Prepare the destination; see `Store.prepare`. All ranks must call this."""
+    def make(
+        self, doing: str = "saving", *, several: bool = False, reserve: Callable[[Location], object] | None = None
+    ) -> None:
+        """Prepare the destination; see `Store.prepare`. All ranks must call this.
+
+        Before, rank 0 calls `reserve` with the final path. See `_reservation`.
+        """
 
         def prepare() -> None:
+            if reserve is not None:
+                reserve(self.final)
             note_stamps_in(self.final.parent)
             self.store.prepare(several=several)
 
         self.ranks.on_rank_0(f"{doing} {self.final}", prepare)
         if isinstance(self.final, ObjectPath):
             self.store.own_names = self.ranks.broadcast(self.store.own_names)
-
-    def hold(self, *, total_limit: int | None) -> None:
-        """Reserve the folder or name in which this save may replace or remove checkpoints. All ranks must call this.
-
-        Raise `CheckpointError` if another job has reserved it. See `lease`.
-        """
-
-        def hold() -> None:
-            if total_limit is not None:
-                hold_folder(self.final.parent)
-            elif self.store.overwrite:
-                hold_name(self.final)
-            else:
-                require_free(self.final)
-
-        self.ranks.on_rank_0(f"saving {self.final}", hold)
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
@@ -184,6 +175,16 @@ class Pending:
         return final
 
 
+def _reservation(total_limit: int | None, *, overwrite: bool) -> Callable[[Location], object]:
+    """Return the function that reserves the folder or name in which a save may replace or remove checkpoints.
+
+    It raises an error if another job has reserved it. See `lease`.
+    """
+    if total_limit is not None:
+        return lambda final: hold_folder(final.parent)
+    return hold_name if overwrite else require_free
+
+
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> Pending:
@@ -198,12 +199,11 @@ def prepare_save(
             f"total_limit is {total_limit}, which would keep no checkpoint",
             hint="use 1 or more, or None to keep all",
         )
-    destination = Destination.of(model, path, overwrite=arguments.get("overwrite", False))
+    overwrite = arguments.get("overwrite", False)
+    destination = Destination.of(model, path, overwrite=overwrite)
     ranks = destination.ranks
-    if parts == 1:
-        destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():
-        destination.make("saving")
+        destination.make(reserve=_reservation(total_limit, overwrite=overwrite) if parts == 1 else None)
         writer = ranks.together("collecting the state", lambda: RankWriter(destination.store, ranks.rank, arguments))
         nbytes = sum(ranks.gather(writer.nbytes))
         ranks.on_rank_0(f"saving {destination.final}", lambda: destination.store.require_room(nbytes))
@@ -232,9 +232,8 @@ def prepare_parts(
 ) -> Pending:
     """Prepare to save several models, one directory each, which are committed together. All ranks must call this."""
     destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
-    destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():
-        destination.make("saving", several=True)
+        destination.make(several=True, reserve=_reservation(total_limit, overwrite=overwrite))
         pending = [
             prepare_save(destination.store.directory / name, memory, len(parts), **part) for name, part in parts.items()
         ]

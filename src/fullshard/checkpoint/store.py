@@ -36,19 +36,15 @@ logger = logging.getLogger(__name__)
 class Store:
     """The location of one save in a file system, with the operations that prepare and commit the save.
 
-    `save_id` distinguishes this save from others with the name `final`. After `prepare`, `own_names` is set if file
-    names must contain `save_id`.
+    `save_id` distinguishes this save from others with the name `final`. All ranks write their files in `directory`.
+    After `prepare`, `own_names` is set if file names must contain `save_id`.
     """
 
     def __init__(self, final: Any, save_id: str, *, overwrite: bool = False) -> None:
         self.final, self.save_id, self.overwrite = final, save_id, overwrite
+        self.directory: Location = storage.temp_directory(final, save_id)
         self.own_names = False
         self.manifest: bytes | None = None
-
-    @property
-    def directory(self) -> Location:
-        """Return the directory in which all ranks write their files."""
-        return storage.temp_directory(self.final, self.save_id)
 
     def file_of(self, kind: str, rank: int) -> Location:
         """Return the path of the data file of this kind that a rank writes."""
@@ -61,18 +57,18 @@ class Store:
 
     def require_room(self, nbytes: int) -> None:
         """Raise `CheckpointError` if there is known to be less free space than `nbytes`."""
-        storage.require_room(storage.temp_directory(self.final, self.save_id), nbytes)
+        storage.require_room(Path(self.directory), nbytes)
 
     def commit(self) -> None:
         """Commit a complete save, with `manifest` if it has one model. Replace `final` only if `overwrite` is set."""
-        temp = storage.temp_directory(self.final, self.save_id)
+        temp = Path(self.directory)
         if self.manifest is not None:
             storage.write_file(temp / MANIFEST_NAME, self.manifest)
         storage.commit_directory(temp, self.final, self.save_id, overwrite=self.overwrite)
 
     def discard(self) -> None:
         """Remove the files of a save that failed. If some of them remain, a later save removes them."""
-        storage.discard_directory(storage.temp_directory(self.final, self.save_id))
+        storage.discard_directory(Path(self.directory))
 
 
 class ObjectStore(Store):
@@ -80,11 +76,6 @@ class ObjectStore(Store):
 
     final: ObjectPath
     _is_claimed = _is_prepared = _is_unsure = False
-
-    @property
-    def directory(self) -> Location:
-        """Return the final directory, because an object store cannot rename a temporary one."""
-        return self.final
 
     def prepare(self, *, several: bool = False) -> None:
         """Reserve the name, and remove files of saves that were not committed. See `Store.prepare`."""
@@ -174,7 +165,11 @@ def new_save_id() -> str:
 
 def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store:
     """Return the store for a save to `final`, in a file system or an object store."""
-    return (ObjectStore if isinstance(final, ObjectPath) else Store)(final, save_id, overwrite=overwrite)
+    if not isinstance(final, ObjectPath):
+        return Store(final, save_id, overwrite=overwrite)
+    store = ObjectStore(final, save_id, overwrite=overwrite)
+    store.directory = final  # an object store cannot rename a temporary one
+    return store
 
 
 @contextlib.contextmanager
@@ -197,7 +192,7 @@ def new_checkpoint(final: Location, *, overwrite: bool) -> Iterator[Store]:
 def committed_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a directory to fill. Flush its files to disk, and commit or remove it as `new_checkpoint` does."""
     with new_checkpoint(final, overwrite=overwrite) as store:
-        temp = storage.temp_directory(final, store.save_id)
+        temp = Path(store.directory)
         yield temp
         for path in temp.rglob("*"):
             storage.sync_directory(path)

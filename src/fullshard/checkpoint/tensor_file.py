@@ -140,14 +140,6 @@ class ObjectSink(FileSink):
                 file.discard()
 
 
-def open_to_read(path: Location) -> Any:
-    """Open a file for reading. If it is in an object store, blocks are fetched ahead in the background."""
-    if isinstance(path, ObjectPath):
-        options = {"cache_type": "background", "cache_options": {"maxblocks": _REQUESTS}}
-        return path.open("rb", block_size=_REQUEST_NBYTES, **options)
-    return path.open("rb", buffering=0)
-
-
 def write_tensor_file(
     path: Location,
     entries: Sequence[TensorEntry],
@@ -222,7 +214,11 @@ class TensorFileReader(contextlib.AbstractContextManager["TensorFileReader"]):
         self._kept: Bytes = np.empty(0, dtype=np.uint8)
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
-        self._file = open_to_read(path)
+        if isinstance(path, ObjectPath):  # blocks are fetched ahead in the background
+            options = {"cache_type": "background", "cache_options": {"maxblocks": _REQUESTS}}
+            self._file = path.open("rb", block_size=_REQUEST_NBYTES, **options)
+        else:
+            self._file = path.open("rb", buffering=0)
         try:
             self.tensors = self._read_header()
         except BaseException:

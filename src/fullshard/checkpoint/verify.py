@@ -95,12 +95,6 @@ def verify_parts(path: str | Location) -> list[Verification]:
     return [*found, Verification(directory, tuple(problems), 0, 0, None)] if problems else found
 
 
-def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
-    """Read every `parts`-th data file of these kinds, starting with number `part`, and return their problems."""
-    names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
-    return [problem for name in names[part::parts] for problem in problems_of_file(directory / name, manifest)]
-
-
 def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
     """Return a problem if parts of a checkpoint of several models are missing, because all parts are needed."""
     names = {part.name for part, _ in parts}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.elements import dtype_called
+from fullshard.checkpoint.format import NAMES
 from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, file_beside, parse_header
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
@@ -27,6 +27,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path, looks_like_path
 from fullshard.core.sizes import MIB
+from fullshard.engine.precision import torch_dtype
 from fullshard.features.quantized_weights.marks import Mark
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -208,7 +209,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     for name, one in tensors.items():
-        dtype = dtype_called(one.dtype)
+        dtype = torch_dtype(NAMES[one.dtype])
         read = functools.partial(_read_file, path, dtype, one.start)
         yield name, TensorSource(one.shape, dtype, path.name, read)
 

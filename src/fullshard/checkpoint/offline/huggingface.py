@@ -141,7 +141,9 @@ def write_weights(
         for file in copied:
             shutil.copyfile(file, temp / file.name)
         if cast is not None and (temp / CONFIG_NAME).exists():
-            _set_dtype(temp / CONFIG_NAME, cast)
+            config = read_configuration(temp / CONFIG_NAME)
+            config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(cast)
+            (temp / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [file.name for file in copied]
 
 
@@ -157,13 +159,6 @@ def _configuration(source: Source, config_from: str | Path | None, *, needs_conf
     if needs_config and (not found or found[0].name != CONFIG_NAME):
         raise CheckpointError(f"{directory} does not hold a {CONFIG_NAME}, which from_pretrained needs", hint=hint)
     return found
-
-
-def _set_dtype(path: Path, cast: torch.dtype) -> None:
-    """Set the dtype in a configuration file to the dtype of the weights."""
-    config = read_configuration(path)
-    config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(cast)
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _in_stored_form(source: Source, directory: Path) -> Source:

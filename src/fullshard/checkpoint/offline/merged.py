@@ -33,20 +33,18 @@ from fullshard.checkpoint.offline.huggingface import (
 )
 from fullshard.checkpoint.offline.native import open_native
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.checkpoint.places import tensors_of
+from fullshard.checkpoint.places import tensors_of, without_wrappers
 from fullshard.checkpoint.sources import Match, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.weight_files import tensors_of as tensors_of_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
-from fullshard.engine.lookup import clean_name
 from fullshard.features.meta_device import meta_parameters
 
 ADAPTER_CONFIG = "adapter_config.json"
 _COMPUTED_WITH = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_WRAPPING = ("base_layer", "original_module")
 
 
 @contextmanager
@@ -71,7 +69,7 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
         names = merged.local(tensor).names
         value = next((values[name] for name in names if name in values), None)
         if value is None:
-            found = next((base.sources[plain] for plain in map(_plain, names) if plain in base.sources), None)
+            found = next((base.sources[plain] for plain in map(without_wrappers, names) if plain in base.sources), None)
             if found is None:
                 raise CheckpointError(f"neither {adapter} nor {path} holds {names[0]}")
             value = read_whole(found, found.shape, found.dtype)
@@ -217,8 +215,3 @@ def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | 
         and any(part.startswith(("embed", "lm_head", "wte", "shared")) for part in name.split("."))
     ]  # fmt: skip
     return next((rows for rows in tables if rows != shape[0]), None)
-
-
-def _plain(name: str) -> str:
-    """Return a tensor's name without the parts that PEFT's layers add to it."""
-    return ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)

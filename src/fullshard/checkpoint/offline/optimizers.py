@@ -53,7 +53,17 @@ def optimizer_record(
             layout="interval" if is_interval else "replicated",
             is_on_host=key == "step",
         )
-    kept = tuple(_group(group, where=where) for group in groups)
+    kept = tuple(
+        GroupRecord(
+            parameters=tuple(group["params"]),
+            options={
+                k: encode_plain(v, where=f"{where}: {k}")
+                for k, v in group.items()
+                if k not in ("params", "param_names")
+            },
+        )
+        for group in groups
+    )
     state_records = {name: values for name, values in records.items() if values}
     return OptimizerRecord(kind=_kind(kept), groups=kept, state=state_records), leaves
 
@@ -90,15 +100,6 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
     names = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}
     named = [{**group, "params": list(group["param_names"])} for group in groups]
     return {names[number]: values for number, values in state.items()}, named
-
-
-def _group(group: Mapping[str, Any], *, where: str) -> GroupRecord:
-    options = {
-        key: encode_plain(value, where=f"{where}: {key}")
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-    return GroupRecord(parameters=tuple(group["params"]), options=options)
 
 
 def _kind(groups: tuple[GroupRecord, ...]) -> str:
