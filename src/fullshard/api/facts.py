@@ -6,8 +6,8 @@ import functools
 from operator import methodcaller
 from typing import Any
 
+from accelerate import Accelerator as Theirs
 from accelerate.utils import DistributedType
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.api.accelerates import parallelism_config, tensor_parallel_size
@@ -148,10 +148,7 @@ class Facts(Gathering):
     """Micro-batches per optimizer step."""
     sync_gradients: bool = forwarded("gradient_state.sync_gradients", may_set=True)
     """True if the current micro-batch ends a step."""
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a model or one of its modules is spread over several devices (Transformers' `device_map`)."""
-        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+    verify_device_map = Theirs.verify_device_map
 
     def _shard_size(self) -> int:
         """Return the number of ranks that together hold one replica of a model, or one part that is split from it."""

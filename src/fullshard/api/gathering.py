@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from accelerate.utils import pad_across_processes, recursively_apply
+from accelerate import Accelerator as Theirs
+from accelerate.utils import recursively_apply
 
 from fullshard.api import collectives
 from fullshard.api.data import ShardedDataLoader
@@ -19,6 +20,7 @@ class Gathering(Processes):
     """The part of the Accelerator that combines values from all ranks."""
 
     gradient_state: GradientState
+    pad_across_processes = Theirs.pad_across_processes
     _trigger = False
     shares_losses = False
     """Whether all ranks that share sequences compute the same values, from whole sequences."""
@@ -86,10 +88,6 @@ class Gathering(Processes):
         """
         copies = self._tensor_parallel_size if reduction == "sum" else 1
         return collectives.reduce(tensor, reduction, scale / copies)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along `dim` to the largest size on any rank, as Accelerate does, so that they can be gathered."""
-        return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Set a flag that `check_trigger` reports on every rank."""

@@ -92,6 +92,10 @@ class AcceleratedOptimizer(Optimizer):
     """Parameter groups."""
     defaults: dict[str, Any] = forwarded("optimizer.defaults", may_set=True)
     """Default hyperparameters."""
+    state_dict: Any = forwarded("optimizer.state_dict")
+    """Returns the wrapped optimizer's state dict."""
+    load_state_dict: Any = forwarded("optimizer.load_state_dict")
+    """Loads a state dict into the wrapped optimizer."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters if the current micro-batch ends a step."""
@@ -150,14 +154,6 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
         repoint(self.optimizer)
         self._is_checked = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state into the wrapped optimizer."""
-        self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # The base class would pickle only forwarded attributes. Leave out `step`, which a scheduler may have wrapped.

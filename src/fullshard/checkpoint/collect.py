@@ -214,14 +214,16 @@ class RankWriter:
         return manifest
 
 
+def objects_of(arguments: LoadArguments) -> dict[str, Any]:
+    """Return the objects to save or restore, except the model and the optimizer, by their names in the manifest."""
+    found = {name: arguments.get(name) for name in ("scheduler", "scaler")}
+    found["objects"] = list(arguments.get("objects", ())) or None
+    return {name: source for name, source in found.items() if source is not None}
+
+
 def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dict[str, Any]:
     """Return the Python values to save, by manifest name. All ranks must call this if values have sharded tensors."""
-    sources = {
-        "scheduler": arguments.get("scheduler"),
-        "scaler": arguments.get("scaler"),
-        "objects": list(arguments.get("objects", ())) or None,
-    }
-    values = {name: _state_dict(source) for name, source in sources.items() if source is not None}
+    values = {name: _state_dict(source) for name, source in objects_of(arguments).items()}
     if "objects" in values:
         values["objects"] = _with_wholes(values["objects"], is_kept=is_kept)
     if averages := averages_in(arguments.get("objects", ())):

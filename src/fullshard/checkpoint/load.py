@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
-from fullshard.checkpoint.collect import LoadArguments
+from fullshard.checkpoint.collect import LoadArguments, objects_of
 from fullshard.checkpoint.elements import dtype_of, stored_dtype
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
@@ -188,10 +188,8 @@ class _Load:
         self.manifest = manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
         note_stamp(manifest.saved_at)
         self.model, self.optimizer = model, optimizer = parts["model"], unwrapped(parts.get("optimizer"))
-        objects = list(parts.get("objects", ()))
-        wanted = {"scheduler": parts.get("scheduler"), "scaler": parts.get("scaler"), "objects": objects or None}
-        self._wanted = {name: source for name, source in wanted.items() if source is not None}
-        saved_objects = manifest.states.get("objects")
+        self._wanted = objects_of(parts)
+        objects, saved_objects = self._wanted.get("objects", []), manifest.states.get("objects")
         if objects and isinstance(saved_objects, list) and len(saved_objects) != len(objects):
             raise CheckpointError(f"got {len(objects)} objects to load, but {len(saved_objects)} were saved")
         rest(model)

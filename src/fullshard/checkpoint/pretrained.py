@@ -268,7 +268,9 @@ class PretrainedWeights:
         is_resized = tuple(self._built.tensors[place.name].shape) == stored.shape  # by `resize_token_embeddings`
         if outlined is not None and (problem := layer_problem(place.tensor, stored)):
             return f"{place.name}: {problem}"
-        if shape == stored.shape or (is_resized and _has_more_rows(place.module, shape, stored.shape)):
+        is_table = isinstance(place.module, nn.Embedding | nn.Linear) and len(shape) == len(stored.shape) in (1, 2)
+        has_more_rows = is_table and shape[1:] == stored.shape[1:] and shape[0] > stored.shape[0]
+        if shape == stored.shape or (is_resized and has_more_rows):
             return None
         return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.where}"
 
@@ -407,12 +409,6 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
         raise CheckpointError(f"{directory} does not match {type(model).__name__}:\n" + "\n".join(problems))
     for local, stored in found:
         fill_local(local, stored.read)
-
-
-def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Return whether a table differs from its stored shape only by more rows, as after `resize_token_embeddings`."""
-    is_table = isinstance(module, nn.Embedding | nn.Linear) and len(shape) == len(stored) and len(shape) in (1, 2)
-    return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 
 
 def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> torch.Tensor:
