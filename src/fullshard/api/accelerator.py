@@ -35,6 +35,7 @@ from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
 from fullshard.api.context_parallel import divided, prepare
 from fullshard.api.elastic import accumulation_steps
+from fullshard.api.forwarding import forwarded
 from fullshard.api.late_adapters import is_sharded_inside, shard_adapters
 from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
@@ -230,10 +231,8 @@ class Accelerator(Loaders, Reporting):
         self._saver = AsyncSaver()
         self.scaler = self._make_scaler()
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Return whether any optimizer skipped its last step due to an overflow in fp16 or a non-finite gradient."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+    optimizer_step_was_skipped: bool = forwarded("_optimizers", lambda own: any(each.step_was_skipped for each in own))
+    """True if any optimizer skipped its last step due to an overflow in fp16 or a non-finite gradient."""
 
     # -- prepare ------------------------------------------------------------------------------------------------
 
@@ -568,10 +567,8 @@ class Accelerator(Loaders, Reporting):
         if self.steps_in_backward and sharded_parameters(optimizer):
             step_in_backward(optimizer)
 
-    @property
-    def steps_in_backward(self) -> bool:
-        """Return whether optimizers update parameters during backward, so that no gradients remain afterwards."""
-        return self._config.training.step_in_backward
+    steps_in_backward: bool = forwarded("_config.training.step_in_backward")
+    """True if optimizers update parameters during backward, so that no gradients remain afterwards."""
 
     def _check_clipping(
         self, what: str = "gradients cannot be clipped", where: str = "remove clipping from the script"

@@ -45,11 +45,8 @@ class Facts(Gathering):
     mixed_precision: str = forwarded("state.mixed_precision")
     """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
 
-    @property
-    def native_amp(self) -> bool:
-        """Return whether models run under autocast."""
-        return self.mixed_precision in ("bf16", "fp16")
-
+    native_amp: bool = forwarded("mixed_precision", ("bf16", "fp16").__contains__)
+    """True if models run under autocast."""
     parallelism_config: Any = forwarded("state.parallelism_config")
     """The `ParallelismConfig` that the script passed, or None."""
 
@@ -83,12 +80,9 @@ class Facts(Gathering):
 
     @property
     def _tensor_parallel_size(self) -> int:
-        """Return the number of ranks that compute on the same batch, each with one part of every split layer."""
         return tensor_parallel_size(self._parallelism)
 
-    @property
-    def _ranks_per_sequence(self) -> int:
-        return self._config.parallelism.ranks_per_sequence
+    _ranks_per_sequence: int = forwarded("_config.parallelism.ranks_per_sequence")
 
     @property
     def tensor_parallel_rank(self) -> int:

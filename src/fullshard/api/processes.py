@@ -44,10 +44,8 @@ class Processes:
         """Return the number of ranks that compute on the same batch, each with one part of every split layer."""
         return 1
 
-    @property
-    def _ranks_per_sequence(self) -> int:
-        """Return the number of ranks over which context or sequence parallelism divides every sequence."""
-        return 1
+    _ranks_per_sequence: int = 1
+    """The number of ranks over which context or sequence parallelism divides every sequence."""
 
     @property
     def _ranks_per_batch(self) -> int:
