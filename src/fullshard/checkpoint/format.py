@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -28,7 +28,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, read_small
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular
-from fullshard.core.forms import FORMS
+from fullshard.core.forms import FORMS, Part
 from fullshard.core.layout import Interval
 
 FORMAT_VERSION = 4
@@ -123,6 +123,11 @@ class CodeRecord(_Record):
     block: Annotated[_Positive, Field(multiple_of=2)]
     book: _Natural
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts that store the codes and the scales."""
+        return Part("codes", self.dtype, 8 // self.bits), Part("scales", "float32", self.block)
+
     @model_validator(mode="after")
     def _every_code_has_a_value(self) -> CodeRecord:
         expected = 2**self.bits if self.dtype == "uint8" else 0
@@ -139,6 +144,7 @@ class FormRecord(_Record):
     last two dims swapped.
     """
 
+    book: ClassVar[int] = 0
     form: str
     is_transposed: bool = Field(default=False, exclude_if=lambda value: not value)
 
@@ -150,6 +156,11 @@ class FormRecord(_Record):
 
     def __str__(self) -> str:
         return self.form + ", transposed" * self.is_transposed
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts of the form."""
+        return FORMS[self.form].parts
 
     @property
     def block(self) -> int:
@@ -168,14 +179,8 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
     numel = piece.interval.numel
     if not isinstance(piece, CodedPieceRecord):
         return {name: (dtype, numel)}
-    coding = piece.coding
-    if isinstance(coding, FormRecord):
-        return {f"{name}.{part.name}": (part.dtype, part.numel(numel)) for part in FORMS[coding.form].parts}
-    parts = {
-        f"{name}.codes": (coding.dtype, -(-numel * coding.bits // 8)),
-        f"{name}.scales": ("float32", -(-numel // coding.block)),
-    }
-    return parts | ({f"{name}.book": ("float32", coding.book)} if coding.book else {})
+    parts = {f"{name}.{part.name}": (part.dtype, part.numel(numel)) for part in piece.coding.parts}
+    return parts | ({f"{name}.book": ("float32", piece.coding.book)} if piece.coding.book else {})
 
 
 class ChunkingRecord(_Record):

@@ -16,7 +16,6 @@ from fullshard.checkpoint.elements import dtype_of, tensor_bytes
 from fullshard.checkpoint.format import (
     NAMES,
     CodedPieceRecord,
-    CodeRecord,
     FormRecord,
     Manifest,
     PieceRecord,
@@ -28,7 +27,6 @@ from fullshard.checkpoint.tensor_file import TensorFileReader
 from fullshard.checkpoint.verify import pieces_of
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize
-from fullshard.core.forms import FORMS
 from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype
 from fullshard.engine.shard_spec import CodedPart
@@ -141,10 +139,11 @@ class Readers:
         self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
     ) -> dict[str, torch.Tensor]:
         """Return the codes and scales of a range of complete blocks of a piece, and the codebook if there is one."""
-        reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
+        reader, result = self[self._manifest.file_name(kind, piece.rank)], {}
+        cut = {part.name: (part.numel(blocks.start), part.numel(blocks.stop)) for part in piece.coding.parts}
         for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
             ending = part.rpartition(".")[2]
-            start, stop = _items(coding, ending, blocks) or (0, numel)
+            start, stop = cut.get(ending, (0, numel))
             result[ending] = torch.empty(stop - start, dtype=torch_dtype(stored_dtype))
             stored = reader.find(part, stored_dtype, numel)
             reader.read_into(stored.start + start * itemsize(stored_dtype), tensor_bytes(result[ending]))
@@ -173,18 +172,6 @@ class Read:
     piece: PieceRecord
     source: Interval
     target: Interval
-
-
-def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tuple[int, int] | None:
-    """Return the range of items of a part (codes, scales or book) for these blocks, or None to read all of it."""
-    if isinstance(coding, FormRecord):
-        found = next(one for one in FORMS[coding.form].parts if one.name == part)
-        return found.numel(blocks.start), found.numel(blocks.stop)
-    share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # items per element, as a fraction
-    if part not in share:
-        return None
-    many, one = share[part]
-    return blocks.start * many // one, -(-blocks.stop * many // one)
 
 
 def plan_reads(pieces: Sequence[PieceRecord], wanted: Interval) -> list[Read]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import itertools
 import json
 import math
@@ -75,47 +76,36 @@ def order_key(dtype: str, shape: tuple[int, ...]) -> tuple[int, bool]:
     return -itemsize(dtype), math.prod(shape) > 1
 
 
-def open_to_write(path: Location, nbytes: int) -> FileSink:
+def open_to_write(path: Location, nbytes: int) -> FileSink | ObjectSink:
     """Create a file that will have `nbytes` bytes. In a file system, the file must not exist yet."""
-    return ObjectSink(path, nbytes) if isinstance(path, ObjectPath) else FileSink(path.open("xb", buffering=0))
+    return ObjectSink(path, nbytes) if isinstance(path, ObjectPath) else FileSink(path, "xb")
 
 
-class FileSink:
-    """A new file in a file system, to which bytes are appended."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, data: memoryview) -> int:
-        """Append bytes, and return how many of them were written, which can be fewer, for example on a full disk."""
-        return self._file.write(data) or 0
+class FileSink(io.FileIO):
+    """A new file in a file system. Its contents are valid only after `finish`."""
 
     def start_writeback(self, start: int, nbytes: int) -> None:
         """Start writing a part of the file to disk, so that `fsync` takes less time. On Linux only."""
         if _SYNC_FILE_RANGE is not None:
-            descriptor = self._file.fileno()
+            descriptor = self.fileno()
             _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
     def finish(self) -> None:
         """Flush the file to disk so that it survives a power loss, and close it."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def close(self) -> None:
-        """Close the file. Its contents are valid only if `finish` was called before."""
-        self._file.close()
+        os.fsync(self.fileno())
+        self.close()
 
 
-class ObjectSink(FileSink):
+class ObjectSink:
     """A new file in an object store, which is sent in parts. See `FileSink`."""
 
     def __init__(self, path: ObjectPath, nbytes: int) -> None:
-        self._path = path
         part = max(_PART_NBYTES, -(-nbytes // _MAX_PARTS))
-        super().__init__(path.open("wb", block_size=-(-part // 2**20) * 2**20, autocommit=False))
+        self._path = path
+        self._file: Any = path.open("wb", block_size=-(-part // 2**20) * 2**20, autocommit=False)
 
     def write(self, data: memoryview) -> int:
-        """Append bytes to the object. See `FileSink.write`."""
+        """Append bytes to the object."""
         with asked(self._path, "written"):
             self._file.write(data)
         return data.nbytes
@@ -174,7 +164,7 @@ def write_tensor_file(
 class _ChunkWriter:
     """Appends bytes to a file, and computes one checksum per chunk. Chunks are counted from the start of the file."""
 
-    def __init__(self, file: FileSink) -> None:
+    def __init__(self, file: FileSink | ObjectSink) -> None:
         self._file, self.nbytes = file, 0
         self.crc32c: list[int] = []
 
