@@ -32,6 +32,7 @@ class CodedTensor:
     record: CodeRecord
     dtype: torch.dtype  # of the decoded values
 
+    @property
     def parts(self) -> dict[str, torch.Tensor]:
         """Return the tensors to store, keyed by the suffix of their names."""
         book = {} if self.book is None else {"book": self.book.detach()}

@@ -16,6 +16,7 @@ from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.elements import stored_dtype, tensor_bytes, write_tensors
 from fullshard.checkpoint.format import (
     CodedPieceRecord,
+    CodeRecord,
     FileRecord,
     FormRecord,
     Manifest,
@@ -47,6 +48,7 @@ from fullshard.checkpoint.tensors import (
 from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
 from fullshard.core.version import __version__
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.shard_spec import CodedPart
@@ -87,12 +89,11 @@ class StateReport(BaseModel):
 class RankReport(BaseModel):
     """One rank's report on the files that it wrote.
 
-    `tensors` contains (dtype, start, stop, form) for each parameter or buffer, where the rank has written the elements
-    from start to stop.
+    `tensors` contains the dtype of each parameter or buffer, and the piece of it that the rank has written.
     """
 
     files: dict[str, FileRecord]
-    tensors: dict[str, tuple[str, int, int, FormRecord | None]]
+    tensors: dict[str, tuple[str, CodedPieceRecord | PieceRecord]]
     state: dict[str, dict[str, StateReport]]
 
 
@@ -122,20 +123,20 @@ class RankWriter:
         self.groups = [] if optimizer is None else group_records(optimizer, self.parameters, stored)
         held = [*self.parameters, *self.buffers]
         mine = [local for local in held if local.is_writer and local.interval.numel and self._is_stored(local)]
-        self._tensors: dict[str, tuple[str, int, int, FormRecord | None]] = {}
-        for local in mine:
-            dtype, interval = stored_dtype(local.tensor, where=local.name), local.interval
-            self._tensors[local.name] = dtype, interval.start, interval.stop, local.form
+        self._tensors = {
+            local.name: (stored_dtype(local.tensor, where=local.name), _piece(rank, local.interval, local.form))
+            for local in mine
+        }
         self._state: dict[str, dict[str, StateReport]] = {}
         for entry in (*state, *averages):
             self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
         self._contents: dict[str, dict[str, torch.Tensor]] = {
-            "model": {name: tensor for local in mine for name, tensor in _parts(local).items()},
+            "model": {name: tensor for local in mine for name, tensor in _stored(local.name, local.held).items()},
             "optimizer": {
                 name: tensor
                 for entry in (*state, *averages)
                 if entry.layout is not None and entry.is_stored_here
-                for name, tensor in _stored(entry).items()
+                for name, tensor in _stored(entry.name, entry.value, is_flat=entry.layout == "interval").items()
             },
             "state": (stored if rank == 0 else {}) | rng_tensors(self.device),
         }
@@ -254,20 +255,11 @@ def _with_wholes(value: Any, *, is_kept: bool) -> Any:
     return value
 
 
-def _parts(local: LocalTensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that store this rank's part of a parameter or buffer, by their names in the file."""
-    held = local.held
-    if isinstance(held, CodedPart):
-        return {f"{local.name}.{name}": part for name, part in held.parts.items()}
-    return {local.name: held.reshape(-1)}
-
-
-def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
-    """Return the tensors that store an entry of optimizer state, by their names in the file."""
-    if isinstance(entry.value, CodedTensor):
-        return {f"{entry.name}.{part}": tensor for part, tensor in entry.value.parts().items()}
-    tensor: torch.Tensor = entry.value.detach()
-    return {entry.name: tensor.reshape(-1) if entry.layout == "interval" else tensor}
+def _stored(name: str, held: Any, *, is_flat: bool = True) -> dict[str, torch.Tensor]:
+    """Return the tensors that store what a rank holds of a tensor, by their names in the file."""
+    if isinstance(held, CodedPart | CodedTensor):
+        return {f"{name}.{part}": tensor for part, tensor in held.parts.items()}
+    return {name: held.detach().reshape(-1) if is_flat else held.detach()}
 
 
 def _state_report(entry: StateEntry, rank: int) -> StateReport:
@@ -275,23 +267,26 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
         plain = encode_plain(entry.value, where=f"optimizer state {entry.name}")
         return StateReport(record=StateValueRecord(value=plain))
     value, local, is_copy = entry.value, entry.parameter, entry.layout == "replicated"
-    start, stop = (0, value.numel()) if is_copy else (local.interval.start, local.interval.stop)
-    if isinstance(value, CodedTensor):
-        piece: PieceRecord = CodedPieceRecord.model_construct(rank=rank, start=start, stop=stop, coding=value.record)
-        dtype = dtype_name(value.dtype)
-    else:
-        piece = PieceRecord.model_construct(rank=rank, start=start, stop=stop)
-        dtype = stored_dtype(value, where=entry.name)
-    # Skip validation, which would delay training; rank 0 validates the reports it receives.
+    is_coded = isinstance(value, CodedTensor)
+    interval = Interval(0, value.numel()) if is_copy else local.interval
+    piece = _piece(rank, interval, value.record if is_coded else None)
     record = StateTensorRecord.model_construct(
         shape=tuple(value.shape) if is_copy else local.shape,
-        dtype=dtype,
+        dtype=dtype_name(value.dtype) if is_coded else stored_dtype(value, where=entry.name),
         pieces=(piece,) if entry.is_stored_here and piece.interval.numel else (),
         layout=entry.layout,
         tiles=None if is_copy else chunking_record(local.chunking),
         is_on_host=is_copy and value.device.type == "cpu",
     )
     return StateReport.model_construct(record=record, digest=google_crc32c.value(tensor_bytes(value)) if is_copy else 0)
+
+
+def _piece(rank: int, interval: Interval, coding: CodeRecord | FormRecord | None) -> CodedPieceRecord | PieceRecord:
+    # Skip validation, which would delay training; rank 0 validates the reports it receives.
+    start, stop = interval.start, interval.stop
+    if coding is None:
+        return PieceRecord.model_construct(rank=rank, start=start, stop=stop)
+    return CodedPieceRecord.model_construct(rank=rank, start=start, stop=stop, coding=coding)
 
 
 def _merge_tensors(
@@ -305,12 +300,12 @@ def _merge_tensors(
         for rank, report in enumerate(reports):
             if local.name not in report.tensors:
                 continue
-            theirs, start, stop, form = report.tensors[local.name]
+            theirs, piece = report.tensors[local.name]
+            form = getattr(piece, "coding", None)
             if (theirs, form) != (dtype, local.form):
                 mine, other = (kind if how is None else how.form for kind, how in ((dtype, local.form), (theirs, form)))
                 raise CheckpointError(f"{local.name!r} is {mine} on rank 0 and {other} on rank {rank}")
-            place = {"rank": rank, "start": start, "stop": stop}
-            pieces.append(PieceRecord(**place) if form is None else CodedPieceRecord(**place, coding=form))
+            pieces.append(piece)
         pieces.sort(key=lambda piece: piece.start)
         records[local.name] = TensorRecord(
             shape=local.shape,

@@ -104,7 +104,7 @@ class Readers:
         same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
         if same and isinstance(same[0], CodedPieceRecord):
             parts = self._coded_parts("optimizer", name, record.dtype, same[0], Interval(0, interval.numel))
-            mine = out.parts()
+            mine = out.parts
             if "book" not in mine or torch.equal(parts["book"], mine["book"].cpu()):
                 for part in ("codes", "scales"):
                     mine[part].copy_(parts[part])

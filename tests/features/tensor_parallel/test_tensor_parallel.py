@@ -838,7 +838,7 @@ def coded_layer(splits: bool) -> tuple[Any, torch.optim.Optimizer]:
 def coded_moment(layer: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     coded, _ = coded_tensors(as_local(optimizer.state[layer.weight]))
     held = coded["exp_avg"]
-    parts = held.parts()
+    parts = held.parts
     values = decode(parts["codes"], parts["scales"], parts.get("book"), bits=held.record.bits, block=held.record.block)
     return layer.weight.wrap(values.reshape(-1).float()).full_tensor()  # type: ignore[no-any-return]
 
