@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Required, TypedDict
 
@@ -50,7 +50,7 @@ from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.version import __version__
-from fullshard.engine.precision import dtype_name
+from fullshard.engine.precision import dtype_name, map_tensors
 from fullshard.engine.shard_spec import CodedPart
 from fullshard.features import ShardedParameter, ShardedTensor
 from fullshard.features.averages import EMA
@@ -226,7 +226,7 @@ def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dic
     """Return the Python values to save, by manifest name. All ranks must call this if values have sharded tensors."""
     values = {name: _state_dict(source) for name, source in objects_of(arguments).items()}
     if "objects" in values:
-        values["objects"] = _with_wholes(values["objects"], is_kept=is_kept)
+        values["objects"] = map_tensors(functools.partial(_whole, is_kept=is_kept), values["objects"])
     if averages := averages_in(arguments.get("objects", ())):
         values[AVERAGES] = [average.key for average in averages]
     if modules := modules_with_extra_state(model):
@@ -242,17 +242,12 @@ def _state_dict(source: Any) -> Any:
     return list(map(_state_dict, source)) if isinstance(source, list) else source.state_dict()
 
 
-def _with_wholes(value: Any, *, is_kept: bool) -> Any:
-    """Replace sharded tensors by full ones on the host, or empty ones unless `is_kept`. All ranks must call this."""
-    if isinstance(value, ShardedTensor):
-        whole = value.full_tensor()
-        return whole.cpu() if is_kept else torch.empty(0)
-    if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: _with_wholes(item, is_kept=is_kept) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        made = [_with_wholes(item, is_kept=is_kept) for item in value]
-        return made if isinstance(value, list) else tuple(made)
-    return value
+def _whole(tensor: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
+    """Replace a sharded tensor by the full one on the host, or an empty one unless `is_kept`. A collective."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return whole.cpu() if is_kept else torch.empty(0)
 
 
 def _stored(name: str, held: Any, *, is_flat: bool = True) -> dict[str, torch.Tensor]:
