@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from fullshard.api import collectives
 from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.data import ShardedDataLoader, sampler_of, skip_first_batches
-from fullshard.api.dealing import Deal
 from fullshard.api.sharding import is_sharded
 from fullshard.core.errors import ConfigError
 from fullshard.features.sequence_parallel import cut_batch
@@ -118,21 +117,17 @@ class Loaders(Checkpointing):
                 "multi-GPU (or multi-CPU) training, of models that were prepared",
                 stacklevel=3,
             )
-        changed: list[tuple[Deal, bool]] = []
-        for loader in self._dataloaders if even_batches is not None else ():
-            if loader.share.is_always_even:
-                if not even_batches:
+        with contextlib.ExitStack() as after:
+            for loader in self._dataloaders if even_batches is not None else ():
+                deal = loader.share.deal
+                if not loader.share.is_always_even:
+                    after.callback(setattr, deal, "even", deal.even)
+                    deal.even = bool(even_batches)
+                elif not even_batches:
                     warnings.warn(_EVEN_ANYWAY, stacklevel=3)
-            else:
-                changed.append((loader.share.deal, loader.share.deal.even))
-                loader.share.deal.even = bool(even_batches)
-        before, self._is_joined = self._is_joined, True
-        try:
+            after.callback(setattr, self, "_is_joined", self._is_joined)
+            self._is_joined = True
             yield
-        finally:
-            self._is_joined = before
-            for deal, even in changed:
-                deal.even = even
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """Return a loader without its first batches. See `data.skip_first_batches`."""

@@ -18,10 +18,6 @@ from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.processes import Processes
 
 
-def _with_loader(given: list[Any]) -> bool:
-    return any(isinstance(value, ShardedDataLoader) for value in given)
-
-
 def _accelerators(given: list[Any]) -> list[Any]:
     return [value for value in given if isinstance(value, Processes) and hasattr(value, "prepare_model")]
 
@@ -34,15 +30,14 @@ def _prepare(*args: Any, **kwargs: Any) -> nn.Module:
     return prepared
 
 
-def _prepare_for_inference(*args: Any, **kwargs: Any) -> nn.Module:
-    return _prepare(*args, **kwargs).eval()
-
-
 _FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., Any]], ...] = (
     ("accelerate.utils.fsdp_utils", "fsdp2_prepare_model", _accelerators, _prepare),
-    ("accelerate.data_loader", "skip_first_batches", _with_loader, skip_first_batches),
-    ("trl.models.utils", "prepare_fsdp", _accelerators, _prepare_for_inference),
-)
+    (
+        "accelerate.data_loader", "skip_first_batches",
+        lambda given: any(isinstance(value, ShardedDataLoader) for value in given), skip_first_batches,
+    ),
+    ("trl.models.utils", "prepare_fsdp", _accelerators, lambda *args, **kwargs: _prepare(*args, **kwargs).eval()),
+)  # fmt: skip
 """Functions of other libraries to replace: (module, name, test whether arguments are fullshard's, replacement)."""
 
 

@@ -76,8 +76,11 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
     def ask() -> dict[str, list[str]]:
         peft: Any = importlib.import_module("peft")
         found = {}
-        for adapter in model.peft_config:  # type: ignore[union-attr]
-            with _unpruned(model.peft_config[adapter]):  # type: ignore[index]
+        for adapter, config in model.peft_config.items():  # type: ignore[union-attr, operator]
+            with contextlib.ExitStack() as after:
+                if pruned := getattr(config, "rank_pattern", None):
+                    config.rank_pattern = None  # so that PEFT returns all ranks of an AdaLoRA adapter
+                    after.callback(setattr, config, "rank_pattern", pruned)
                 chosen = peft.get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
             kept = {id(value) for value in chosen.values()}
             found[str(adapter)] = [name for name, value in stand_ins.items() if id(value) in kept]
@@ -92,19 +95,6 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
     """Return the model's parameters and buffers, keyed by each of their names in the state dict."""
     return {name: local for local in local_tensors(model) for name in local.names}
-
-
-@contextlib.contextmanager
-def _unpruned(config: Any) -> Iterator[None]:
-    """While active, make PEFT return all ranks of an AdaLoRA adapter, including those that AdaLoRA has pruned."""
-    ranks = getattr(config, "rank_pattern", None)
-    if ranks:
-        config.rank_pattern = None
-    try:
-        yield
-    finally:
-        if ranks:
-            config.rank_pattern = ranks
 
 
 @contextlib.contextmanager
