@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from fullshard.checkpoint import full_state_dict, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.coded_state import coded_tensors
 from fullshard.checkpoint.format import CodedPieceRecord, CodeRecord, StateTensorRecord, read_manifest
-from fullshard.checkpoint.offline.native import open_native
+from fullshard.checkpoint.offline.source import open_native
 from fullshard.core.errors import CheckpointError, OptimizerError
 from fullshard.core.layout import Interval
 from fullshard.features import ShardedParameter, shard_model

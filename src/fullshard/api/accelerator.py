@@ -34,7 +34,6 @@ from fullshard.api.accelerates import compilation, own_plugin, take_changes
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
 from fullshard.api.context_parallel import divided, prepare
-from fullshard.api.elastic import accumulation_steps
 from fullshard.api.forwarding import forwarded
 from fullshard.api.late_adapters import is_sharded_inside, shard_adapters
 from fullshard.api.loaders import Loaders
@@ -45,7 +44,7 @@ from fullshard.api.refused import ARGUMENTS, METHODS
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import adopt, is_sharded, remove_autocast, shard
-from fullshard.api.state import GradientState, ProcessState
+from fullshard.api.state import GradientState, ProcessState, accumulation_steps
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.lease import let_go
 from fullshard.comm import device as devices

@@ -8,12 +8,12 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from fullshard.api import generators
 from fullshard.api.collectives import broadcast_object
 from fullshard.api.dealing import Deal, Real
 from fullshard.api.forwarding import forwarded
@@ -227,8 +227,8 @@ def _seeded(order: Any, number: int) -> Iterator[None]:
     if (numpy := sys.modules.get("numpy")) is not None:
         everybodys.append(numpy.random)
     with contextlib.ExitStack() as after:
-        for generator in (*everybodys, *generators.held_by(order)):
-            after.callback(generators.seed(generator, number))
+        for generator in (*everybodys, *_generators_of(order)):
+            after.callback(_seed(generator, number))
         yield
 
 
@@ -256,7 +256,7 @@ class _IterableShare(Share):
     @property
     def depends_on_epoch(self) -> bool:
         dataset = self._order
-        has_generator = generators.is_generator(getattr(dataset, "generator", None))
+        has_generator = _is_generator(getattr(dataset, "generator", None))
         return has_generator or callable(getattr(dataset, "set_epoch", None))
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
@@ -264,8 +264,8 @@ class _IterableShare(Share):
         set_epoch, generator = getattr(dataset, "set_epoch", None), getattr(dataset, "generator", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        elif generators.is_generator(generator):
-            generators.seed(generator, seed + epoch)
+        elif _is_generator(generator):
+            _seed(generator, seed + epoch)
         if self._num_workers == 0:
             self._dataset.skip = skip
             return 0, lambda: None  # each round says it
@@ -340,3 +340,38 @@ def _deal(batch_size: int | None, rank: int, world_size: int, split_batches: boo
             hint="use a batch size that is a multiple of the number of processes",
         )
     return Deal(rank, world_size, batch_size // world_size, drop_last)
+
+
+def _is_generator(value: object) -> bool:
+    """Return whether a value is a random generator."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *of_numpy))
+
+
+def _generators_of(holder: object) -> Iterator[Any]:
+    """Yield the random generators in the attributes of an object, and those in its samplers."""
+    for value in getattr(holder, "__dict__", {}).values():
+        if _is_generator(value):
+            yield value
+        elif isinstance(value, Sampler):
+            yield from _generators_of(value)
+
+
+def _seed(generator: Any, number: int) -> Callable[[], object]:
+    """Seed a generator, or the module `random` or `numpy.random`. Return a function that restores the old state."""
+    back: Callable[[], object]
+    if isinstance(generator, torch.Generator):
+        back = partial(generator.set_state, generator.get_state())
+        generator.manual_seed(number)
+    elif hasattr(generator, "getstate"):
+        back = partial(generator.setstate, generator.getstate())
+        generator.seed(number)
+    elif hasattr(generator, "get_state"):
+        back = partial(generator.set_state, generator.get_state())
+        generator.seed(number % 2**32)
+    else:
+        bits = generator.bit_generator
+        back = partial(setattr, bits, "state", bits.state)
+        bits.state = type(bits)(number % 2**64).state
+    return back

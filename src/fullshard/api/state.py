@@ -12,6 +12,7 @@ from accelerate.state import GradientState as Theirs
 
 from fullshard.comm.waiting import waiting_for_all
 from fullshard.config.handover import launched
+from fullshard.config.switches import elastic_ranks
 from fullshard.core.errors import ConfigError
 from fullshard.features.watchdog.meeting import meet
 from fullshard.launch.environment import (
@@ -127,3 +128,21 @@ class ProcessState:
             meet(dist.group.WORLD, self.device, "the end of a barrier")
             with waiting_for_all("the end of a barrier"):
                 dist.barrier()
+
+
+def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
+    """Return the micro-batches per step that match the global batch of `steps` on the maximum number of ranks."""
+    span = elastic_ranks()
+    if span is None:
+        return steps
+    least, most = span
+    allowed = range(least, most + 1, environment.local_world_size)
+    for ranks in allowed:
+        if steps * most % ranks:
+            fewest = next(n for n in range(1, 10**6) if not any(n * most % each for each in allowed))
+            raise ConfigError(
+                f"gradient_accumulation_steps = {steps} on {most} ranks makes a batch of {steps * most} "
+                f"micro-batches, which cannot be divided evenly among {ranks} ranks",
+                hint=f"use a multiple of {fewest}, or a different number of hosts",
+            )
+    return steps * most // environment.world_size

@@ -11,7 +11,6 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from fullshard.checkpoint.averages import AVERAGES, average_entries, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.elements import stored_dtype, tensor_bytes, write_tensors
 from fullshard.checkpoint.format import (
@@ -30,7 +29,14 @@ from fullshard.checkpoint.format import (
     rank_metadata,
 )
 from fullshard.checkpoint.objects import sizes_in
-from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
+from fullshard.checkpoint.optimizer_state import (
+    AVERAGES,
+    StateEntry,
+    average_entries,
+    averages_in,
+    group_records,
+    state_entries,
+)
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.rng import rng_tensors
 from fullshard.checkpoint.staging import HostMemory

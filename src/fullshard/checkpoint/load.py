@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
 from fullshard.checkpoint.collect import LoadArguments, objects_of
 from fullshard.checkpoint.elements import dtype_of, stored_dtype
@@ -32,7 +31,7 @@ from fullshard.checkpoint.format import (
     read_manifest_bytes,
 )
 from fullshard.checkpoint.objects import Location, location
-from fullshard.checkpoint.optimizer_state import group_parameters, unwrapped
+from fullshard.checkpoint.optimizer_state import AVERAGES, average_records, averages_in, group_parameters, unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.readers import Readers, plan_reads
 from fullshard.checkpoint.rng import RNG_PREFIX, restore_rng

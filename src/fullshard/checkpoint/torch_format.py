@@ -14,8 +14,7 @@ from pathlib import Path
 from fullshard.checkpoint.format import part_paths
 from fullshard.checkpoint.objects import Location, on_this_host
 from fullshard.checkpoint.offline.dcp import write_dcp
-from fullshard.checkpoint.offline.native import open_native
-from fullshard.checkpoint.offline.source import nbytes_of
+from fullshard.checkpoint.offline.source import nbytes_of, open_native
 from fullshard.checkpoint.save import Pending
 from fullshard.checkpoint.storage import (
     discard_directory,

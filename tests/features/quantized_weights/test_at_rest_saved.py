@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fullshard import quantize
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.format import read_manifest
-from fullshard.checkpoint.offline.native import open_native
+from fullshard.checkpoint.offline.source import open_native
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.engine.lookup import units_of
 from fullshard.features import shard_model

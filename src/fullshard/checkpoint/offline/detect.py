@@ -10,8 +10,7 @@ from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.offline.dcp import open_dcp
 from fullshard.checkpoint.offline.dcp_metadata import METADATA_NAME
 from fullshard.checkpoint.offline.huggingface import files_beside_weights, open_weights
-from fullshard.checkpoint.offline.native import open_native
-from fullshard.checkpoint.offline.source import Source
+from fullshard.checkpoint.offline.source import Source, open_native
 from fullshard.checkpoint.offline.torch_state import open_torch_state
 from fullshard.checkpoint.offline.xla import is_rank_file, open_xla, rank_files
 from fullshard.checkpoint.weight_files import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_NAME, SINGLE_NAME

@@ -31,8 +31,7 @@ from fullshard.checkpoint.offline.huggingface import (
     skeleton_of,
     stored_form_of,
 )
-from fullshard.checkpoint.offline.native import open_native
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, open_native, tensor_record
 from fullshard.checkpoint.places import tensors_of, without_wrappers
 from fullshard.checkpoint.sources import Match, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor

@@ -18,9 +18,21 @@ import torch
 from pydantic import JsonValue
 
 from fullshard.checkpoint.elements import dtype_of, tensor_bytes
-from fullshard.checkpoint.format import DTYPES, Kind, Manifest, OptimizerRecord, TensorRecord, stored_tensors
+from fullshard.checkpoint.format import (
+    DTYPES,
+    MANIFEST_NAME,
+    Kind,
+    Manifest,
+    OptimizerRecord,
+    TensorRecord,
+    is_for_others,
+    read_manifest,
+    stored_tensors,
+)
 from fullshard.checkpoint.objects import Location
+from fullshard.checkpoint.readers import Readers
 from fullshard.checkpoint.tensor_file import Bytes
+from fullshard.checkpoint.verify import quick_problems
 from fullshard.comm import torch_private
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
@@ -90,6 +102,30 @@ class Source(AbstractContextManager["Source"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def open_native(path: Location) -> Source:
+    """Open a directory that `save_checkpoint` wrote, or raise an error that lists what is missing or damaged.
+
+    Its source returns only bytes that match their checksums.
+    """
+    manifest = read_manifest(path)
+    if problems := quick_problems(path, manifest):
+        raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in {MANIFEST_NAME, *manifest.files})
+    notes = [f"{name}: {'for other programs' if is_for_others(name) else 'not part of it'}" for name in others]
+    held = manifest.parameters, manifest.buffers, manifest.optimizer, manifest.states
+    contents = Contents(*held, manifest=manifest, notes=notes)
+    readers = Readers(path, manifest)
+    records = {(kind, name): record for kind, name, record in contents.tensors()}
+
+    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        record = records[kind, name]
+        out = torch.empty(interval.numel, dtype=dtype_of(record))
+        readers.fill(out, kind, name, record, interval)
+        return out
+
+    return Source("fullshard checkpoint", path, contents, read, rank_state=readers.rank_state, close=readers.close)
 
 
 def refuse_around(source: Source, final: Location) -> None:

@@ -29,9 +29,9 @@ import torch
 from accelerate.utils import DataLoaderConfiguration
 
 from fullshard import checkpoint
-from fullshard.api.elastic import accumulation_steps
 from fullshard.api.plugin import say_once
 from fullshard.api.sharding import is_sharded
+from fullshard.api.state import accumulation_steps
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_saved_as_adapters, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.full_state import whole_in_state_dicts
