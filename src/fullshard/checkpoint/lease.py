@@ -49,12 +49,10 @@ def lease(directory: Location) -> Iterator[None]:
 
     Raise `ConfigError` if another job has reserved it, or if no lease can be created. Leases inside it end with it.
     """
-    is_own = hold_folder(directory)
-    try:
+    with contextlib.ExitStack() as after:
+        if hold_folder(directory):
+            after.callback(let_go, directory)
         yield
-    finally:
-        if is_own:
-            let_go(directory)
 
 
 def hold_folder(directory: Location) -> bool:
