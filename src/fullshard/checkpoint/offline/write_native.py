@@ -6,9 +6,7 @@ reads little more than its own file. Any other run can load it too.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -41,7 +39,7 @@ from fullshard.checkpoint.offline.source import (
 from fullshard.checkpoint.rng import RNG_PREFIX
 from fullshard.checkpoint.stamps import next_stamp
 from fullshard.checkpoint.store import Store, new_checkpoint
-from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_file
+from fullshard.checkpoint.tensor_file import TensorEntry, write_tensor_file
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -86,14 +84,7 @@ def write_native(
                     if k == kind and intervals[rank].numel
                 }
                 if parts:
-                    path, metadata = new.file_of(kind, rank), rank_metadata(new.save_id, rank)
-                    # As in a run, replicated state keeps its shape, and everything else is stored as 1-D intervals.
-                    entries = [
-                        TensorEntry(name, record.dtype, record.shape if _is_replicated(record) else (interval.numel,))
-                        for name, (record, interval) in parts.items()
-                    ]
-                    read = functools.partial(_stream, source, kind, parts, progress)
-                    files[path.name] = write_tensor_file(path, entries, metadata, read)
+                    files[new.file_of(kind, rank).name] = _write_rank_file(new, kind, rank, parts, source, progress)
         files |= _write_rank_states(new, source, world_size, notes)
         manifest = _manifest(new, contents, cut, files, world_size)
         if problems := structure_problems(manifest):
@@ -190,8 +181,18 @@ def _cut(contents: Contents, size: int) -> _Cut:
     return cut
 
 
-def _stream(source: Source, kind: Kind, parts: _Parts, progress: Progress, entry: TensorEntry) -> Iterator[Bytes]:
-    return stream(source, kind, entry.name, *parts[entry.name], progress=progress)
+def _write_rank_file(
+    new: Store, kind: Kind, rank: int, parts: _Parts, source: Source, progress: Progress
+) -> FileRecord:
+    entries = [
+        # as in a run: replicated state keeps its shape, everything else is stored as 1-D intervals
+        TensorEntry(name, record.dtype, record.shape if _is_replicated(record) else (interval.numel,))
+        for name, (record, interval) in parts.items()
+    ]
+    return write_tensor_file(
+        new.file_of(kind, rank), entries, rank_metadata(new.save_id, rank),
+        lambda entry: stream(source, kind, entry.name, *parts[entry.name], progress=progress),
+    )  # fmt: skip
 
 
 def _is_replicated(record: TensorRecord) -> bool:
