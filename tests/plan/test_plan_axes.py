@@ -177,19 +177,23 @@ AUTOMODEL = "NeMo Automodel, performance summary of 2026-06, Transformer Engine 
 ULYSSES = "Hugging Face's article on Ulysses of 2026-03 (ZeRO-3, FlashAttention 2), as others quote it"
 _RING = {"compile": True, "checkpointing": "full"}
 _EXPERTS = {"seq_len": 4096, "ep_imbalance": 1.0, "loss": "kernel", "compile": True, "strategy": "SHARD_GRAD_OP"}
+_EXPERTS |= {"experts": "kernel", "attention": "flash3"}
 _UNEVEN = "each block of attention after the first takes 1.7 times as long as it (docs/planning.md)"
-_DEEPEP = "DeepEP sends a token once per rank, TE's attention is faster than version 2 (docs/planning.md)"
+_FLEX = "unknown; FlexAttention is planned as version 2 of flash attention"
+_PRODUCTS = "its products are faster than 0.55 of the peak (docs/planning.md)"
 ROWS = [
     Row("8B, 2 x 64k", "Llama-3.1-8B", "8xH100", {**_RING, "cp": 2, "seq_len": 65536}, 2540),
     Row("8B, 4 x 128k", "Llama-3.1-8B", "8xH100", {**_RING, "cp": 4, "seq_len": 131072}, 1071, reason=_UNEVEN),
     Row("8B, 8 x 256k", "Llama-3.1-8B", "8xH100", {**_RING, "cp": 8, "seq_len": 262144}, 548, reason=_UNEVEN),
-    Row("70B, cp 2", "Llama-3.1-70B", "64xH100", {**_RING, "cp": 2, "seq_len": 8192, "accumulation": 4}, 866.77),
+    Row("70B, cp 2", "Llama-3.1-70B", "64xH100",
+        {**_RING, "cp": 2, "seq_len": 8192, "accumulation": 4, "attention": "flash3"}, 866.77),
     Row("gpt-oss-20b, ep 8", "gpt-oss-20b", "8xH100",
-        {**_EXPERTS, "ep": 8, "micro_batch": 2, "accumulation": 16, "strategy": "FULL_SHARD"}, 13058),
+        {**_EXPERTS, "ep": 8, "micro_batch": 2, "accumulation": 16, "strategy": "FULL_SHARD", "attention": "flash"},
+        13058, reason=_FLEX),
     Row("gpt-oss-120b, ep 64", "gpt-oss-120b", "64xH100",
-        {**_EXPERTS, "ep": 64, "micro_batch": 2, "accumulation": 4}, 7626, reason=_DEEPEP),
+        {**_EXPERTS, "ep": 64, "micro_batch": 2, "accumulation": 4}, 7626),
     Row("Qwen3-30B-A3B, ep 8", "Qwen3-30B-A3B", "8xH100",
-        {**_EXPERTS, "ep": 8, "micro_batch": 4, "accumulation": 16, "checkpointing": "full"}, 12040, reason=_DEEPEP),
+        {**_EXPERTS, "ep": 8, "micro_batch": 4, "accumulation": 16, "checkpointing": "full"}, 12040, reason=_PRODUCTS),
     *(
         Row(f"Qwen3-4B, sp 4, {length}k", "Qwen3-4B", "4xH100",
             {"sp": 4, "seq_len": length * 1024, "checkpointing": "full"}, gb * 1e9, is_memory=True)
@@ -226,6 +230,7 @@ def test_published_figures(row: Row) -> None:
         ("Qwen3-Next-80B-A3B", {"sp": 2}, "carry a state through the sequence"),
         ("Qwen2.5-7B", {"sp": 8}, "28 heads of queries and 4 of keys and values"),
         ("Llama-3.1-8B", {"ep": 2}, "Llama-3.1-8B has none"),
+        ("Llama-3.1-8B", {"experts": "kernel"}, "experts kernel says how experts compute, but Llama-3.1-8B has none"),
         ("Mixtral-8x7B", {"ep": 16}, "the 8 experts of Mixtral-8x7B cannot be divided evenly among 16 ranks"),
         ("Qwen3-30B-A3B", {"ep": 8, "strategy": "HYBRID_SHARD", "shard_size": 4}, "ep 8 requires a shard group"),
         ("Qwen3-30B-A3B", {"ep": 2, "tp": 2}, "ep together with tp"),
@@ -291,7 +296,8 @@ def test_auto_divides_experts() -> None:
 def test_alternatives_are_commands() -> None:
     plan = evaluate(load_model("Llama-3.1-8B")[0], Job.of({"seq_len": 131072}), parse_cluster("8xH100"))
     assert any("--sp 8" in change.words for change in changes_that_fit(plan))
-    done = CliRunner().invoke(app, ["plan", "-m", "Qwen3-30B-A3B", "-d", "8xH200", "--ep", "8"], env={"COLUMNS": "200"})
+    asked = ["plan", "-m", "Qwen3-30B-A3B", "-d", "8xH200", "--ep", "8", "--details"]
+    done = CliRunner().invoke(app, asked, env={"COLUMNS": "200"})
     assert done.exit_code == 0 and "in its expert-parallel group" in done.output and "--ep-imbalance" in done.output
 
 

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.attention import what_runs
 from fullshard.plan.axes import exchanging_nbytes, moved_nbytes, saved_twice
+from fullshard.plan.experts import dispatched_nbytes
 from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Adapters, Block
@@ -122,6 +123,8 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     | operation | bytes per token, where b is the bytes of an element |
     |---|---|
     | RMS norm: cast, square, mean, scale, cast, weight | H (24 + 6 b); in float32 28 H |
+    | norms of queries and keys | the same for q + kv |
+    | experts | `plan/experts` |
     | rotation: two products, a negation, joining halves, a sum | 10 b (q + kv) |
     | gated activation and its product | 5 b I |
     | additions to the residual stream | 3 b H for each part |
@@ -131,6 +134,9 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
     saved = layer.kept + layer.recomputed
     moved = [nbytes * job.tokens for nbytes in moved_nbytes(block, job)]
+    if block.experts:
+        saved -= round((1 + block.load) * width * block.experts_per_token * block.hidden) * job.tokens
+        moved = [a + b * job.tokens for a, b in zip(moved, dispatched_nbytes(block, job), strict=True)]
     if job.compile:
         return 2 * saved + moved[0], 3 * saved + moved[1]
     saved -= _scores(block, job, device) * job.tokens
@@ -139,6 +145,8 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     if block.norm == "layer":
         return 2 * saved + forward, 3 * saved + backward
     between = block.hidden * (block.norms * (24 + 6 * width if width < 4 else 28) + 6 * width)
+    if block.head_norms:
+        between += (24 + 6 * width if width < 4 else 28) * (block.heads + block.kv_heads) * block.head_dim
     within = 10 * width * (block.heads + block.kv_heads) * block.head_dim
     within += (5 if block.gated else 2) * width * block.active_intermediate
     if block.adapters is not None:

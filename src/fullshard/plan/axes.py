@@ -18,7 +18,9 @@ element, a layer also sends and holds the following. All of it is per rank:
     ep              a rank holds 1/ep of the experts, sharded over the other ranks of the shard group, and reduced over
                     them. Each token is sent once per expert that it chose, T k H b in all, and comes back. Backward
                     sends the gradients of both. The busiest rank has `ep_imbalance` times this work, and all wait for
-                    it: the router decides how much it is, so it is an assumption
+                    it: the router decides how much it is, so it is an assumption. With `experts` kernel, a token is
+                    sent once to each other host and once to each other rank on a host (DeepEP). Of n equally likely
+                    places, the k experts of a token are in n (1 - (1 - 1/n)^k)
 
 Full checkpointing repeats what forward sends. Selective checkpointing keeps the output of a ring, so it only repeats
 all-to-alls: in Ulysses, what it keeps has not been exchanged yet. With a causal mask and torch's load balancing (each
@@ -57,6 +59,7 @@ class Message(NamedTuple):
         since: the fractions of attention's forward and of its backward that run after the exchange has begun.
         hidden: the fractions of those that run before anything waits for it.
         least: the fraction of the exchange that nothing hides.
+        chosen: number of experts per token if a token is sent to each rank only once, and otherwise 0.
     """
 
     axis: Axis
@@ -68,6 +71,7 @@ class Message(NamedTuple):
     since: tuple[float, float] = (0.0, 0.0)
     hidden: tuple[float, float] = (0.0, 0.0)
     least: float = 0.0
+    chosen: int = 0
 
     def links(self, ranks_per_host: int) -> tuple[float, float]:
         """Return the bytes on the busiest device's links inside its host and between hosts."""
@@ -76,6 +80,9 @@ class Message(NamedTuple):
         if self.is_gather:
             whole = self.nbytes * self.ranks / (self.ranks - 1)
             return carried(whole, self.ranks, stride=self.stride, ranks_per_host=ranks_per_host)
+        if self.chosen and (hosts := self.ranks * self.stride // ranks_per_host) > 1:
+            each = self.nbytes / _others(self.ranks, self.chosen)
+            return self.nbytes * (1 - hosts / self.ranks), each * _others(hosts, self.chosen)
         return exchanged(self.nbytes, self.ranks, stride=self.stride, ranks_per_host=ranks_per_host)
 
 
@@ -101,12 +108,19 @@ def messages_of(block: Block, job: Job) -> tuple[list[Message], list[Message]]:
         repeated += each * (job.checkpointing != "none")
         backward += each
     if job.ep > 1 and block.experts:
-        nbytes = tokens * block.experts_per_token * block.hidden * width * block.load * (job.ep - 1) / job.ep
-        there_and_back = [Message("ep", nbytes, job.ep, 1)] * 2
+        chosen = block.experts_per_token if job.experts == "kernel" else 0
+        times = _others(job.ep, chosen) if chosen else block.experts_per_token * (job.ep - 1) / job.ep
+        nbytes = tokens * times * block.hidden * width * block.load
+        there_and_back = [Message("ep", nbytes, job.ep, 1, chosen=chosen)] * 2
         forward += there_and_back
         repeated += there_and_back * (job.checkpointing != "none")
         backward += there_and_back
     return forward, [*repeated, *backward]
+
+
+def _others(places: int, chosen: int) -> float:
+    """Return in how many of the other places a token's experts are on average, if all places are equally likely."""
+    return (places - 1) * (1 - (1 - 1 / places) ** chosen)
 
 
 def sent_nbytes(model: ModelShape, job: Job) -> dict[str, int]:
@@ -148,7 +162,8 @@ def moved_nbytes(block: Block, job: Job) -> tuple[int, int]:
     """
     width, (both, keys) = itemsize(job.compute_dtype), _widths(block, job)
     heads = 4 * width * (both + keys) if job.sp > 1 else 0
-    copies = heads + (4 * width * block.experts_per_token * block.hidden if job.ep > 1 else 0)
+    is_copied = job.ep > 1 and job.experts != "kernel"  # DeepEP copies while it sends
+    copies = heads + (4 * width * block.experts_per_token * block.hidden if is_copied else 0)
     if job.cp == 1:
         return copies, copies
     outputs = block.heads * (block.value_dim or block.head_dim)
@@ -171,9 +186,14 @@ def dealt(model: ModelShape, job: Job) -> ModelShape:
     Raises:
         ConfigError: the model has no experts, or they cannot be divided evenly.
     """
+    experts = {block.experts for block in model.blocks if block.experts}
+    if job.experts != "grouped" and not experts:
+        raise ConfigError(
+            f"experts {job.experts} says how experts compute, but {model.name} has none",
+            hint="remove experts, or plan a mixture of experts",
+        )
     if job.ep == 1:
         return model
-    experts = {block.experts for block in model.blocks if block.experts}
     if not experts:
         raise ConfigError(
             f"ep {job.ep} divides the experts of a model, but {model.name} has none",

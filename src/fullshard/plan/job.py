@@ -23,6 +23,7 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-mo
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
+Experts = Literal["grouped", "eager", "kernel"]
 Kernel = Literal["flash", "flash3", "flash4", "sdpa", "eager"]
 
 
@@ -119,6 +120,11 @@ class Job(View):
         "flash",
         description="flash (version 2), flash3 (Hopper), flash4 (Blackwell) or sdpa, which keep no scores, or eager, "
         "which does",
+    )
+    experts: Experts = Field(
+        "grouped",
+        description="How experts compute: grouped (one product, Transformers' default), eager (a loop over experts) or "
+        "kernel (kernels for experts, and DeepEP with ep)",
     )
     loss: Loss = Field(
         "eager",

@@ -9,6 +9,7 @@ from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.activations import between_products_nbytes, layer_activations, passes_over_scores
 from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, fractions, part_of_size, what_runs
+from fullshard.plan.experts import added_seconds, operations
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
@@ -32,6 +33,9 @@ COMPILED_OPS = 0.15
 LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
 """Number of ATen operations with and without a kernel in a layer's forward and backward, counted in a Llama layer
 (`tests/plan/test_plan_time.py`)."""
+
+HEAD_NORM_KERNELS = (12, 28)
+"""Number of operations with a kernel that norms of queries and keys add, counted in a Qwen3 layer."""
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.4, "full": 1.0}
 """Fraction of forward that backward recomputes. Selective checkpointing drops half of the products."""
@@ -127,22 +131,36 @@ def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
         flops = forward_flops(shape, job, load=job.load) + (head_flops(model, job) if shape is model.root else 0.0)
         none = (0.0, 0.0), (0.0, 0.0), 0.0
         attention, passes, written = none if shape.block is None else of_block[shape.block]
-        products, again = flops / speed, part if shape.block is not None else 0.0
+        added, again = added_seconds(shape, job, device), part if shape.block is not None else 0.0
+        products = flops / speed + added[0]
         forward = products + attention[0] + passes[0]
         # Operations that are not recomputed, or that are counted separately.
         left_out = written or attention[0]
         if job.checkpointing != "selective":
             left_out = products * last_product(shape, job)
-        backward = backward_factor(shape) * products + attention[1] + passes[1] + again * (forward - left_out) + written
+        backward = backward_factor(shape) * flops / speed + added[1] + attention[1] + passes[1]
+        backward += again * (forward - left_out) + written
         issued = [0.0, 0.0]
         if not device.is_cpu:
-            fused = (COMPILED_OPS if job.compile else 1.0) if shape.block is not None else 0.0
-            counts = zip(LAYER_KERNELS, LAYER_VIEWS, strict=True)
-            issued = [fused * HostCosts().seconds(*each) + HOST_UNIT / 2 for each in counts]
+            issued = [seconds + HOST_UNIT / 2 for seconds in _issued_seconds(shape.block, job)]
         there = issued[0], issued[1] + again * issued[0]
         casts, decoding = _cast_seconds(setting, unit), _decoding_seconds(setting, unit)
         works[unit.name] = UnitWork(forward, backward, casts, there, decoding, attention)
     return works
+
+
+def _issued_seconds(block: Block | None, job: Job) -> tuple[float, float]:
+    """Return the seconds that the host needs to issue a layer's operations, in forward and in backward."""
+    if block is None:
+        return 0.0, 0.0
+    kernels, views = operations(block, job)
+    norms = HEAD_NORM_KERNELS if block.head_norms else (0, 0)
+    fused = COMPILED_OPS if job.compile else 1.0
+    forward, backward = (
+        fused * HostCosts().seconds(LAYER_KERNELS[way] + norms[way] + kernels[way], LAYER_VIEWS[way] + views[way])
+        for way in (0, 1)
+    )
+    return forward, backward
 
 
 def loss_seconds(setting: PlanSetting) -> float:
