@@ -32,7 +32,9 @@ class Device:
         network: bytes per second between hosts, per device, in one direction.
         efficiency: fraction of `flops` that the matrix products of training reach. Large products reach four fifths of
             the peak on an A100. They reach two thirds on an H100, whose clock slows down under load. The products of a
-            training step reach a sixth less. Elementwise operations are counted separately.
+            training step reach a sixth less. Elementwise operations are counted separately. For AMD's devices, large
+            products are those of `mamf-finder` (stas00/ml-engineering, compute/accelerator). For the L40S and the cards
+            RTX, they are torch's with 8,192 rows (zzc0721/torch-performance-test-data). Some exceed the data sheet.
         link_efficiency: fraction of `link`, `network` and `memory_bandwidth` that large transfers reach.
         framework: device memory in bytes that the runtime and the communication library use.
         rack: number of devices that `link` connects across hosts, or 0 if it only connects devices of one host.
@@ -123,23 +125,25 @@ _ALL = (
     _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
          per_host=4, rack=72, **_BLACKWELL),
     _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host",
-         **_FASTER),
+         0.43, **_FASTER),
     _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host",
-         **_FASTER),
+         0.5, **_FASTER),
     _gpu("MI355X", 308.8, (2516, 157), 8000, 537, 50, "AMD Instinct MI355X data sheet 2025 (no TF32); 8 x 400 Gb/s",
-         **_FASTER),
-    _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
+         0.52, **_FASTER),
+    _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16", 0.62),
     _gpu("L40", 48.3, (181, 90.5), 864, 32, 12.5, "NVIDIA L40 data sheet 2022; PCIe 4.0 x16"),
     _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8"),
     _gpu("A10G", 23.7, (70, 35), 600, 16, 3.1, "NVIDIA A10 data sheet, AWS g5; PCIe 4.0 x8, 25 Gb/s"),
     _gpu("A40", 48.3, (150, 74.8), 696, 32, 12.5, "NVIDIA A40 data sheet 2021; PCIe 4.0 x16"),
-    _gpu("RTX-A6000", 51.0, (155, 77.4), 768, 32, 3.1, "NVIDIA RTX A6000 data sheet 2021; PCIe 4.0 x16, 25 Gb/s"),
+    _gpu("RTX-A6000", 51.0, (155, 77.4), 768, 32, 3.1, "NVIDIA RTX A6000 data sheet 2021; PCIe 4.0 x16, 25 Gb/s", 0.66),
     _gpu("RTX6000-Ada", 51.0, (364, 182), 960, 32, 3.1, "NVIDIA RTX 6000 Ada data sheet 2023; PCIe 4.0 x16, 25 Gb/s"),
-    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0"),
-    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s"),
-    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s"),
+    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0",
+         0.68),
+    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s",
+         0.94),
+    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s", 0.82),
     _gpu("RTX3090", 25.4, (71, 35.6), 936, 16, 3.1, "NVIDIA Ampere GA102 paper; PCIe 4.0 x8 each of two, 25 Gb/s",
-         per_host=4),
+         0.9, per_host=4),
     _gpu("V100", 34.1, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",
          has_bfloat16=False),
     _gpu("V100-16", 16.9, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",
