@@ -109,6 +109,16 @@ class Memory:
             return self.peak
         return self.peak + fragments_nbytes(self.peak - self.persistent - framework)
 
+    @property
+    def allocated(self) -> int:
+        """The peak of the tensors alone, as `torch.cuda.max_memory_allocated` reports it."""
+        return self.peak - self.phases["load"].get("framework", 0)
+
+    @property
+    def reserved(self) -> int:
+        """The peak of what the allocator holds, as `torch.cuda.max_memory_reserved` reports it."""
+        return self.needed - self.phases["load"].get("framework", 0)
+
     def peak_of(self, phase: str) -> int:
         """Return the peak of one phase."""
         return sum(self.phases[phase].values())

@@ -145,7 +145,8 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         "confidence": plan.confidence,
         "verdict": plan.verdict,
         "memory": {
-            **_picked(plan.memory, "needed peak persistent phases host_load host_load_peers host_steady checkpoint"),
+            **_picked(plan.memory, "needed peak allocated reserved persistent phases"),
+            **_picked(plan.memory, "host_load host_load_peers host_steady checkpoint"),
             "available": plan.cluster.device.memory,
             "expected": plan.expected,
         },
