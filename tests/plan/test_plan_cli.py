@@ -127,6 +127,11 @@ def test_json_has_everything(tmp_path: Path) -> None:
     values = json.loads(done.stdout)
     assert values["model"]["parameters"] == 124_439_808
     assert values["memory"]["persistent"] == pytest.approx(12 * 124_439_808 / 2, rel=1e-3)
+    assert values["memory"]["allocated"] == values["memory"]["reserved"] == values["memory"]["peak"]  # of a CPU
+    on_gpu = json.loads(run("-m", "Llama-3.1-8B", "-d", "8xH100", "--json").stdout)["memory"]
+    assert on_gpu["needed"] - on_gpu["reserved"] == on_gpu["peak"] - on_gpu["allocated"] == 3 * 2**29  # not torch's
+    transient = on_gpu["allocated"] - on_gpu["persistent"]
+    assert on_gpu["reserved"] - on_gpu["allocated"] == max(3 * 2**29, round(0.1 * transient))
     assert set(values["memory"]["phases"]) == {"load", "forward", "backward", "optimizer", "save"}
     assert values["traffic"]["reduce"] == pytest.approx(4 * 124_439_808 / 2, rel=1e-3)
 
@@ -588,6 +593,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "sync_each_micro_batch": ({"accumulation": 2}, False),
     "step_in_backward": ({}, True),
     "attention": ({}, "eager"),
+    "experts": ({}, "eager"),
     "loss": ({}, "fused"),
     "loss_chunk": ({"loss": "fused"}, 512),
     "tp": ({}, 2),
@@ -605,9 +611,8 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
 def test_every_setting_is_used(name: str) -> None:
     """It changes a prediction, or, where it says so, only the configuration that is written."""
     base, value = EVERY_SETTING[name]
-    models = {"ep": "Mixtral-8x7B", "ep_imbalance": "Mixtral-8x7B"} | dict.fromkeys(
-        ("wrap_embeddings", "tp"), "Llama-3.1-8B"
-    )
+    models = dict.fromkeys(("ep", "ep_imbalance", "experts"), "Mixtral-8x7B")
+    models |= dict.fromkeys(("wrap_embeddings", "tp"), "Llama-3.1-8B")
     shape, _ = load_model(models.get(name, "GPT-2"))  # whose head is its embedding
     cluster = parse_cluster("8xA100")
     one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))

@@ -33,6 +33,16 @@ BACKWARD_LOSS_NBYTES = 12
 in float32. `cross_entropy` saves nothing else."""
 
 
+def softmax_passes(words: int) -> tuple[int, int]:
+    """Return how often log-softmax reads or writes each of a row's float32 logits, in forward and in backward.
+
+    PyTorch's kernel reads a row for its maximum, for the sum and for the result, unless the row fits in 48 KiB of
+    shared memory. Backward reads the gradients for their sum, and then both operands (`cunn_SoftMaxForward` and
+    `cunn_SoftMaxBackward` in aten/src/ATen/native/cuda/SoftMax.cu).
+    """
+    return (4, 4) if 4 * words > 48 * 1024 else (2, 3)
+
+
 @dataclass(frozen=True, slots=True)
 class LogitsNbytes:
     """The memory that the logits and the loss need at different stages of a step, in bytes."""
@@ -90,15 +100,19 @@ def recomputed_flops(model: ModelShape, job: Job) -> float:
 def moved_nbytes(model: ModelShape, job: Job) -> float:
     """Return the bytes that the loss of one micro-batch reads and writes, without those of matrix products."""
     width = itemsize(job.compute_dtype)
-    if job.loss != "fused":
-        # Log-softmax takes 2, picking the targets 1, and backward 3. A single kernel reads twice and writes once.
-        return 6.0 * (4 if job.loss == "eager" else width // 2) * model.vocab * job.tokens
+    if job.loss == "kernel":  # it reads twice and writes once
+        return 3.0 * width * model.vocab * job.tokens
+    if job.loss == "eager":
+        # Casts and their gradients; log-softmax, its backward, and zeros for the gradient of picking the targets.
+        each = (2 * (width + 4) if width < 4 else 0) + 4 * (sum(softmax_passes(model.vocab)) + 1)
+        return float(each * model.vocab * job.tokens)
     words = _words(model, job)
     casts = 3 * (width + 4) if width < 4 else 0
     added = 8 + width if width < 4 else 0  # the summand is computed first; in float32 the product adds directly
     chunks = -(-job.tokens // job.chunk_tokens)
     of_weight = words * model.hidden * (8 + width + chunks * added if added else 4) if _is_head_trained(model) else 0
-    return float((casts + 4 * 8) * words * job.tokens + of_weight)
+    passes = 2 * softmax_passes(words)[0] + 4  # forward; and backward, which exponentiates and multiplies in place
+    return float((casts + 4 * passes) * words * job.tokens + of_weight)
 
 
 def held_width(job: Job) -> int:

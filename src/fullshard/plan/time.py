@@ -21,8 +21,8 @@ waiting is *exposed* communication.
     latency of a ring     14 microseconds plus 3 for each of (S - 1) steps. An all-reduce takes twice that, or less if
                           it uses a tree
     host                  each operation (`plan/host`) and 0.4 ms per unit; the device waits if this takes longer
-    loss                  the float32 logits are read or written six times. A loss in chunks repeats the head's product,
-                          and adds casts, sums and recomputed values (`plan/losses`)
+    loss                  casts, log-softmax and its backward. A loss in chunks repeats the head's product, and adds
+                          casts, sums and recomputed values (`plan/losses`)
     optimizer             bytes read and written / memory bandwidth
 
 On a CPU nothing overlaps, because the processor that computes also copies messages. A collective therefore takes its
