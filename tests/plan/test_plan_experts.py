@@ -55,7 +55,7 @@ def shape() -> ModelShape:
     return from_config({"model_type": "qwen3_moe", "num_hidden_layers": 1, **TINY}, where="a test")[0]
 
 
-def model(layers: int, experts: str, **changes: Any) -> torch.nn.Module:
+def model(layers: int, experts: str, **changes: Any) -> Any:
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=layers, **TINY | changes)
     config.use_cache = False
     how = "grouped_mm" if experts == "grouped" else experts
