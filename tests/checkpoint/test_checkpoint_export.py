@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullshard.checkpoint import export_hf
-from fullshard.checkpoint.export import parse_size
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.sizes import parse_size
 from fullshard.features import shard_model
 from fullshard.features.watchdog import WATCHDOG
 from tests.differential import is_same_product

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.api.planning import plan_run, planned_device
-from fullshard.cli.plan import _question
+from fullshard.cli.plan import DOES_NOT_FIT, _question
 from fullshard.config.flags import parse
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
@@ -137,8 +137,9 @@ def test_json_has_everything(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_comes_with_changes() -> None:
-    done = run("-m", "Llama-2-7B", "-d", "8xRTX4090", "--micro-batch", "4")
+    done = run("-m", "Llama-2-7B", "-d", "8xRTX4090", "--micro-batch", "4", "--host-memory", "512GiB")
     assert done.returncode == 1
+    assert "--host-memory 512GiB" in done.stdout
     answer = done.stdout.replace(" \\\n    ", " ")
     assert "does not fit" in answer and "what would make it fit, cheapest first" in answer
     commands = [line.strip() for line in answer.splitlines() if line.startswith("  fullshard plan ")]
@@ -146,6 +147,52 @@ def test_what_does_not_fit_comes_with_changes() -> None:
     for command in commands:
         again = run(*shlex.split(command)[2:])
         assert again.returncode == 0, command
+
+
+def test_host_memory_is_limited() -> None:
+    """By what a typical host has, or by what the user says."""
+    words = ("-m", "Llama-3.1-8B", "--offload", "--seq-len", "1024")
+    assert run(*words, "-d", "8xH100").returncode == 0
+    small = run(*words, "-d", "8xH100", "--host-memory", "100GiB")
+    assert small.returncode == DOES_NOT_FIT
+    assert "and too much of each host" in " ".join(small.stdout.split())
+    assert " of 100 GiB per host, for compute shards, main weights" in " ".join(small.stdout.split())
+    command = next(line for line in small.stdout.splitlines() if "* nothing on the host" in line)
+    assert command
+    values = json.loads(run(*words, "-d", "4xRTX3090", "--json").stdout)
+    assert values["fits"] is False and values["confidence"] == "does not fit"
+    assert values["memory"]["host_available"] == 64 * 2**30 < values["memory"]["host_needed"]
+    assert "GiB per host" in values["verdict"]
+    wrong = run(*words, "-d", "2xCPU", "--host-memory", "64GiB")
+    assert wrong.returncode == 2 and "remove --host-memory" in wrong.stderr
+    assert run(*words, "-d", "8xH100", "--host-memory", "much").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "saves", "copies"),
+    [
+        ("16xA100", {"async_save": True}, 1),
+        ("16xA100", {"max_lost_steps": 4}, 5),
+        ("8xA100", {"max_lost_steps": 4}, 3),
+    ],
+)
+def test_copies_of_saves_take_host_memory(devices: str, saves: dict[str, Any], copies: int) -> None:
+    model, cluster = load_model("Llama-2-7B")[0], parse_cluster(devices)
+    plain = evaluate(model, Job.of({}), cluster)
+    state = plain.memory.checkpoint // cluster.hosts
+    assert evaluate(model, Job.of(saves), cluster).host_needed == pytest.approx(
+        max(plain.memory.host_load, plain.memory.host_steady + copies * state), abs=copies
+    )
+
+
+def test_one_memory_for_host_and_device() -> None:
+    model, cluster = load_model("Qwen3-4B")[0], parse_cluster("2xDGX Spark")
+    assert str(cluster) == "2 x GB10 in 2 hosts"
+    plain, moved = (evaluate(model, Job.of({"offload": offload}), cluster) for offload in (False, True))
+    assert moved.memory.needed == plain.memory.needed and not moved.setting.on_host
+    assert any("a GB10 computes in host memory" in note for note in notes_of(moved))
+    with pytest.raises(ConfigError, match="no collectives for Apple"):
+        parse_cluster("2xM4 Max")
 
 
 @pytest.mark.parametrize("words", [("-d", "1 x A100-80"), ("-d", "A100-80", "--hosts", "1")])
@@ -314,8 +361,9 @@ def test_every_device_has_a_source_and_makes_sense() -> None:
         assert find_device(name) is device and device.source
         assert device.flops >= device.flops_fp32 and device.link >= device.network
         assert 8e9 < device.memory < 400e9
+        assert (device.host_memory > 2**35) == device.can_offload
         if not device.is_cpu:
-            assert 4 <= device.per_host <= 8
+            assert 4 <= device.per_host <= 8 or device.is_unified
 
 
 def test_what_a_device_cannot_is_said() -> None:
@@ -602,6 +650,8 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "ep": ({}, 2),
     "ep_imbalance": ({"ep": 2}, 2.0),
     "keeps_outputs": ({}, True),
+    "async_save": ({}, True),
+    "max_lost_steps": ({}, 4),
     "forward_prefetch": ({}, False),
     "backward_prefetch": ({}, "NO_PREFETCH"),
 }

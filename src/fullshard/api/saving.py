@@ -40,12 +40,12 @@ from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint
 from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host, read_small
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
-from fullshard.checkpoint.shards import parse_size
 from fullshard.checkpoint.store import is_of_a_save
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.files import parse_json, whole_file
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
+from fullshard.core.sizes import parse_size
 from fullshard.features.averages import EMA
 from fullshard.launch.environment import RankEnvironment, run_on_main
 

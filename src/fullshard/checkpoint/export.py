@@ -20,11 +20,12 @@ from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination
-from fullshard.checkpoint.shards import divided, parse_dtype, parse_size, write_index
+from fullshard.checkpoint.shards import divided, parse_dtype, write_index
 from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_file
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
+from fullshard.core.sizes import parse_size
 from fullshard.core.user_class import user_class
 from fullshard.engine.precision import cast_floating, dtype_name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from fullshard.checkpoint.tensor_file import TensorEntry, storage_order
 from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME
 from fullshard.core.errors import ConfigError
 from fullshard.engine.precision import dtype_name
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def divided(entries: Iterable[TensorEntry], limit: int) -> dict[str, list[TensorEntry]]:
@@ -44,18 +41,6 @@ def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> 
         "weight_map": {tensor: name for tensor, (name, _) in sorted(places.items())},
     }
     write_file(directory / INDEX_NAME, json.dumps(index, indent=2).encode())
-
-
-def parse_size(size: int | str) -> int:
-    """Convert a number of bytes, or text such as `5GB` (10**9) or `5GiB` (2**30), or raise `ConfigError`."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
-    nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
-    if nbytes < 1:
-        raise ConfigError(
-            f"the size {size!r} cannot be parsed",
-            hint="use a number of bytes, or text such as 5GB or 500MiB",
-        )
-    return nbytes
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -25,11 +25,11 @@ _MOST_CHOICES = 60
 
 def path_word(text: str) -> Path:
     """Parse a path. This is the `parser` of every argument and option that takes a path."""
-    path: Path = _word(local_path, text)
+    path: Path = word(local_path, text)
     return path
 
 
-def _word(read: Callable[[str], Any], text: str) -> Any:
+def word(read: Callable[[str], Any], text: str) -> Any:
     """Parse a command-line value with `read`, and report an invalid value as a usage error."""
     try:
         return read(text)
@@ -129,7 +129,7 @@ def _option(name: str, field: Any) -> inspect.Parameter:
     if field.annotation is bool:
         flag += "/--no-" + name.replace("_", "-")
     read = [check.func for check in field.metadata if hasattr(check, "func")]  # the field's own reader
-    parser = path_word if field.annotation is Path else functools.partial(_word, read[0]) if read else None
+    parser = path_word if field.annotation is Path else functools.partial(word, read[0]) if read else None
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     metavar = "<name>" if len("|".join(choices)) > _MOST_CHOICES else None
     option = typer.Option(flag, help=f"{field.description}.", parser=parser, metavar=metavar)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import file_word, options_from, path_word
+from fullshard.cli.options import file_word, options_from, path_word, word
 from fullshard.config.dialect import shown
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_bytes
+from fullshard.core.sizes import GIB, parse_size
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
@@ -67,6 +69,14 @@ def plan(
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Number of hosts of the devices. Default: fully used hosts")
     ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Memory of each host, such as 512GiB. Default: of a typical host",
+            parser=functools.partial(word, parse_size),
+            metavar="<size>",
+        ),
+    ] = None,
     config: Config = None,
     auto: Auto = False,
     margin: Margin = None,
@@ -115,7 +125,7 @@ def plan(
         auto = True
         del given["strategy"]
     asked = dict(given)
-    job, cluster, more = _question(given, devices, hosts, config)
+    job, cluster, more = _question(given, devices, hosts, config, host_memory)
     notes += more
     front: list[Plan] = []
     if auto:
@@ -129,7 +139,13 @@ def plan(
         values = as_dict(chosen, changes, notes) | ({"pareto": list(map(as_dict, front))} if front else {})
         typer.echo(json.dumps(values | ({} if price is None else {"cost": chosen.cost_of(price)}), indent=2))
     else:
-        options = {"--model": model, "--devices": devices, "--hosts": hosts, "--config": config}
+        options = {
+            "--model": model,
+            "--devices": devices,
+            "--hosts": hosts,
+            "--config": config,
+            "--host-memory": host_memory and f"{host_memory / GIB:.12g}GiB",
+        }
         typer.echo(as_text(chosen, changes, PlanQuestion(options, asked, price)))
         for note in notes:
             typer.echo(filled(f"note: {note}"))
@@ -152,7 +168,11 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
 
 
 def _question(
-    given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None
+    given: dict[str, Any],
+    devices: str | None,
+    hosts: int | None,
+    config: Path | None,
+    host_memory: int | None = None,
 ) -> tuple[Job, Cluster, list[str]]:
     """Return the job, the cluster, and notes for the user. Flags take precedence over the configuration file."""
     from fullshard.plan.hardware import parse_cluster, split_devices
@@ -163,7 +183,7 @@ def _question(
             hint="pass the number and type of devices, for example --devices 8xH100",
         )
     if config is None:
-        return Job.of(given), parse_cluster(devices, hosts), []
+        return Job.of(given), parse_cluster(devices, hosts, host_memory), []
     from fullshard.config.load import load_file
     from fullshard.config.resolve import resolve
 
@@ -176,7 +196,7 @@ def _question(
     processes = resolved.config.launch.num_processes
     if processes is not None and split_devices(devices)[0] is None:
         devices = f"{processes}x{devices}"  # the file sets the number, the flag the kind
-    cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines)
+    cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines, host_memory)
     if processes not in (None, cluster.count):
         raise ConfigError(
             f"{config} starts {processes} processes, but --devices {devices} specifies {cluster.count}",

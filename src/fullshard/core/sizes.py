@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+from fullshard.core.errors import ConfigError
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 LONG_NBYTES = 2**25
 """The size from which glibc maps a tensor at each allocation (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c). The kernel then
@@ -63,3 +66,15 @@ def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def parse_size(size: int | str) -> int:
+    """Convert a number of bytes, or text such as `5GB` (10**9) or `5GiB` (2**30), or raise `ConfigError`."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
+    nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
+    if nbytes < 1:
+        raise ConfigError(
+            f"the size {size!r} cannot be parsed",
+            hint="use a number of bytes, or text such as 5GB or 500MiB",
+        )
+    return nbytes

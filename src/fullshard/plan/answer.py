@@ -66,7 +66,7 @@ def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion) -> st
     """Return the answer as lines of at most 80 columns. Commands are continued with a backslash."""
     lines = [*map(filled, (_headline(plan), _verdict(plan), _speed(plan)))]
     if said := _host(plan):
-        lines.append(said)
+        lines.append(filled(said))
     if question.price is not None:
         kind = plan.cluster.device.name
         lines.append(
@@ -101,16 +101,18 @@ def _headline(plan: Plan) -> str:
 def _verdict(plan: Plan) -> str:
     least, most = (nbytes / GIB for nbytes in plan.expected)
     device = plan.cluster.device
-    return (
-        f"{plan.confidence}: needs {plan.memory.needed / GIB:.1f} of {device.memory / GIB:.1f} GiB per {device.name} "
-        f"(80%: {least:.1f} to {most:.1f})"
-    )
+    needs = f"needs {plan.memory.needed / GIB:.1f} of {device.memory / GIB:.1f} GiB per {device.name}"
+    host = "" if plan.fits_host() else ", and too much of each host"
+    return f"{plan.confidence}: {needs} (80%: {least:.1f} to {most:.1f}){host}"
 
 
 def _host(plan: Plan) -> str:
-    parts = {"": plan.memory.host_steady, " while the model is loaded": plan.memory.host_load}
-    said = [f"{nbytes / GIB:,.1f} GiB{when}" for when, nbytes in parts.items() if nbytes]
-    return f"host: {' and '.join(said)}, per host" if said else ""
+    memory, limit = plan.memory, plan.cluster.device.host_memory
+    parts = [str(plan.setting.on_host)] if plan.setting.on_host else []
+    parts += ["copies for saves"] if plan.job.async_save or plan.job.max_lost_steps else []
+    what = " and ".join(parts) or "loading"
+    of = f" of {limit / GIB:,.0f}" if limit else ""
+    return f"host: needs {plan.host_needed / GIB:,.1f}{of} GiB per host, for {what}" if memory.host_load else ""
 
 
 def _speed(plan: Plan) -> str:

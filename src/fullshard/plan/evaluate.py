@@ -47,6 +47,11 @@ MARGIN = 0.92
 """The fraction of a device's memory that a plan should use at most."""
 
 
+_HOST_PREMIUM = 1.25
+"""How much faster a plan must be that keeps data in host memory, to be preferred. Host memory differs between machines
+of one kind, and other programs use it."""
+
+
 @dataclass(frozen=True, slots=True)
 class AtRest:
     """The memory and time that one rank spends on quantised weights."""
@@ -125,13 +130,37 @@ class Plan:
         return self.setting.model.trainable_numel
 
     @property
+    def host_needed(self) -> int:
+        """The bytes of each host's memory that the run needs: in training, with copies of saves, or while loading.
+
+        A background save keeps one copy of the state. Copies in memory also keep the previous one and, on several
+        hosts, those of the previous host.
+        """
+        copies = 0
+        if self.cluster.device.can_offload:
+            copies = 1 if self.job.async_save or self.job.max_lost_steps else 0
+            copies += (2 if self.cluster.hosts == 1 else 4) if self.job.max_lost_steps else 0
+        saved = copies * self.memory.checkpoint // self.cluster.hosts
+        return max(self.memory.host_load, self.memory.host_steady + saved)
+
+    @property
     def fits(self) -> bool:
-        """Return whether the run needs at most the device's memory."""
-        return self.memory.needed <= self.cluster.device.memory
+        """Return whether the run needs at most the memory of the device and of the host."""
+        return self.is_within(1.0)
 
     def is_within(self, margin: float) -> bool:
-        """Return whether the run needs at most this fraction of the device's memory."""
-        return self.memory.needed <= margin * self.cluster.device.memory
+        """Return whether the run needs at most this fraction of the memory of the device and of the host."""
+        return self.memory.needed <= margin * self.cluster.device.memory and self.fits_host(margin)
+
+    def fits_host(self, margin: float = 1.0) -> bool:
+        """Return whether the run needs at most this fraction of the host's memory."""
+        limit = self.cluster.device.host_memory
+        return not limit or self.host_needed <= margin * limit
+
+    @property
+    def worth(self) -> float:
+        """The speed in tokens/s by which plans are compared: what needs host memory must be a quarter faster."""
+        return self.time.tokens_per_second / (_HOST_PREMIUM if self.setting.on_host else 1)
 
     @property
     def spare(self) -> int:
@@ -156,6 +185,8 @@ class Plan:
     def confidence(self) -> str:
         """How certain it is that the run fits: `fits`, `fits, tight`, `may not fit` or `does not fit`."""
         least, most = self.expected
+        if not self.fits_host():
+            return "does not fit"
         if most <= self.cluster.device.memory:
             return "fits"
         if self.memory.needed <= MARGIN * self.cluster.device.memory:
@@ -169,6 +200,9 @@ class Plan:
         needs = f"needs {format_nbytes(memory.needed)} of {format_nbytes(device.memory)} per {device.name}"
         spare = f"{format_nbytes(self.spare)} to spare" if self.fits else f"{format_nbytes(-self.spare)} too much"
         least, most = map(format_nbytes, self.expected)
+        if not self.fits_host():
+            host = f"{format_nbytes(self.host_needed)} of {format_nbytes(device.host_memory)} per host"
+            return f"{self.confidence}: needs {host}, and {needs.removeprefix('needs ')}"
         return (
             f"{self.confidence}: {needs}, {spare}; fullest in {max(memory.phases, key=memory.peak_of)}; "
             f"four of five published runs would need {least} to {most}"
@@ -197,7 +231,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     in_group = job.row.mesh_shape(world_size, shard_size)[1]
     check_groups(trained, job, cluster, groups=world_size, shard_size=in_group)
     is_cpu = cluster.device.is_cpu
-    on_host = Offload() if is_cpu else job.on_host  # on a CPU, host and device are the same
+    on_host = job.on_host if cluster.device.can_offload else Offload()
     layout = lay_out(
         trained,
         strategy=job.row,
@@ -268,7 +302,7 @@ def notes_of(plan: Plan) -> list[str]:
         f"experts are divided among {job.ep} ranks, of which the busiest has {job.ep_imbalance:g} times the average "
         "tokens: an assumption (--ep-imbalance)": job.ep > 1,
         "ranks communicate through Gloo and do not share memory, because FULLSHARD_COMM=gloo is set": is_apart,
-        "offload saves nothing here: a CPU computes in host memory": job.on_host and device.is_cpu,
+        f"offload saves nothing here: a {device.name} computes in host memory": job.on_host and not device.can_offload,
         f"{plan.kept} of {others} units stay unsharded between forward and backward": job.keeps_what_fits,
         "this engine does not compile layers with selective checkpointing; the plan is only for comparison": (
             job.checkpointing == "selective" and job.compile
@@ -410,6 +444,7 @@ def _changes(plan: Plan) -> list[_Offer]:
         ("the frozen base on the host", {"offload_compute_shards": True}, is_plain and not trains_all),
         ("main weights and optimizer state on the host", {"offload_main_weights": True}, is_plain and trains_all),
         ("everything on the host", {"offload": True, **parts}, not job.on_host.is_everything),
+        ("nothing on the host", {"offload": False, "offload_activations": False, **parts}, bool(job.on_host)),
         (f"{saved} on the host", {"offload_activations": True}, not job.offload_activations),
         ("attention that keeps no scores (sdpa)", {"attention": "sdpa"}, no_scores),
     ]

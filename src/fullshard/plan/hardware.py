@@ -16,6 +16,7 @@ from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_object, write_text
 from fullshard.core.paths import local_path
+from fullshard.core.sizes import GIB
 
 GB = 10**9
 TERA = 10**12
@@ -40,6 +41,8 @@ class Device:
         rack: number of devices that `link` connects across hosts, or 0 if it only connects devices of one host.
         has_bfloat16: whether `flops` applies to bfloat16, or only to float16. PyTorch has flash attention for the same
             devices, because on NVIDIA's devices both require compute capability 8.0.
+        host_memory: bytes of memory of a typical host, or 0 if it does not limit a plan.
+        is_unified: whether the host and its device share one memory, so that offloading saves nothing.
         flash: fraction of `flops` that FlashAttention 2 reaches (`plan/attention`). It was written for the A100. On the
             H100 the fraction is smaller, because matrix products are faster there.
     """
@@ -59,11 +62,18 @@ class Device:
     rack: int = 0
     has_bfloat16: bool = True
     flash: float = 0.59
+    host_memory: int = 0
+    is_unified: bool = False
 
     @property
     def is_cpu(self) -> bool:
         """Return whether ranks compute on the host's CPU. All their work then takes the host's time."""
         return self.framework == 0
+
+    @property
+    def can_offload(self) -> bool:
+        """Return whether host memory is another memory than the device's."""
+        return not (self.is_cpu or self.is_unified)
 
     @property
     def memory_speed(self) -> float:
@@ -92,7 +102,24 @@ def _gpu(
 ) -> Device:
     """Build the table row of a GPU: memory in GB, FLOP/s in TFLOP/s (bf16, fp32), bandwidths in GB/s."""
     speeds = (flops[0] * TERA, flops[1] * TERA, bandwidth * GB, link * GB, network * GB)
+    more["host_memory"] = round(
+        more.pop("host", _HOSTS.get(name.rpartition("-")[0] or name, _HOSTS.get(name, 256))) * GIB
+    )
     return Device(name, round(memory * GB), *speeds, more.pop("per_host", 8), source, efficiency, **more)
+
+
+_DGX = 2000 * GB / GIB
+_HOSTS = {
+    "A100": 1152, "A800": 1152, "H100": _DGX, "H800": _DGX, "H20": _DGX, "H200": _DGX, "B200": _DGX, "B300": _DGX,
+    "GB200": 960 * GB / GIB, "GB300": 960 * GB / GIB, "MI300X": 1850, "MI325X": 2048, "MI355X": 3072,
+    "L40S": 1536, "L40": 1024, "L4": 768, "A10G": 768, "A40": 512, "V100": 768, "V100-16": 488, "T4": 384,
+    "RTX5090": 64, "RTX4090": 64, "RTX3090": 64,
+}  # fmt: skip
+"""GiB of memory of a typical host, by name of the device. H100 to B300: NVIDIA's DGX data sheets (2 TB). GB200, GB300:
+480 GB for each of two Grace processors (NVIDIA's NVL72 page). Cloud instances: A100 p4d and p4de, L40S g6e, L4 g6, A10G
+g5, V100 p3dn and p3, T4 g4dn.metal (AWS, largest size), MI300X ND MI300X v5 (Azure), MI355X BM.GPU.MI355X (Oracle).
+Assumptions: 64 for consumer cards, 256 for workstation cards, and A800, H800, H20, MI325X, L40 and A40 as comparable
+servers. `--host-memory` says otherwise."""
 
 
 _A100 = "NVIDIA A100 data sheet 2022; 8 x 200 Gb/s per host (DGX A100)"
@@ -124,6 +151,8 @@ _ALL = (
          per_host=4, rack=72, **_BLACKWELL),
     _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
          per_host=4, rack=72, **_BLACKWELL),
+    _gpu("GB10", 130.7, (125, 62.5), 273, 25, 25, "NVIDIA DGX Spark data sheet 2025: 200 Gb/s; dense bfloat16 is "
+         "an eighth of the 1 PFLOP/s in FP4 with sparsity", per_host=1, host=0, is_unified=True, **_BLACKWELL),
     _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host",
          0.43, **_FASTER),
     _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host",
@@ -171,6 +200,7 @@ _ALIASES = {
         "H200": "h200sxm",
         "GB200": "gb200nvl72",
         "GB300": "gb300nvl72",
+        "GB10": "dgxspark spark gb10superchip",
         "V100": "v10032gb v10032",
         "V100-16": "v10016gb",
         "RTX5090": "5090",
@@ -192,6 +222,11 @@ def find_device(name: str) -> Device:
     if name.endswith(".json"):
         return read_calibration(local_path(name))
     found = _row_called(name)
+    if found is None and re.match(r"(apple)?m[1-9](pro|max|ultra)?$", _key(name)):
+        raise ConfigError(
+            f"{name} is not supported: PyTorch has no collectives for Apple's GPUs",
+            hint="plan for the processor's cores: measure them with --calibrate, or use 2xCPU",
+        )
     if found is None:
         by_key = _names()
         close = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.6)
@@ -279,8 +314,11 @@ def split_devices(text: str) -> tuple[int | None, str]:
     return None if match[1] is None else int(match[1]), match[2]
 
 
-def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """Return the cluster that a text such as `8xH100` describes, by default on as few hosts as possible."""
+def parse_cluster(text: str, hosts: int | None = None, host_memory: int | None = None) -> Cluster:
+    """Return the cluster that a text such as `8xH100` describes, by default on as few hosts as possible.
+
+    `host_memory` is the memory of each host in bytes, if it is not that of a typical host.
+    """
     number, name = split_devices(text)
     device, count = find_device(name), number or 1
     if hosts is None:
@@ -290,6 +328,13 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
             f"{count} devices cannot be divided evenly among {hosts} hosts",
             hint="use a multiple of the number of hosts",
         )
+    if host_memory is not None and not device.can_offload:
+        raise ConfigError(
+            f"the memory of a host cannot be set for {device.name}, which computes in it",
+            hint="remove --host-memory",
+        )
+    if host_memory is not None:
+        device = dataclasses.replace(device, host_memory=host_memory)
     if hosts > 1 and count <= device.rack:
         device = dataclasses.replace(device, network=device.link)
     return Cluster(device, count, hosts, shares_memory=COMM.read() != "gloo")

@@ -137,6 +137,8 @@ class Job(View):
     keeps_outputs: bool = Field(
         False, description="The loop keeps the model's outputs, logits among them, until backward is over"
     )
+    async_save: bool = of_run("checkpoint.async_save")
+    max_lost_steps: int | None = of_run("checkpoint.max_lost_steps")
     forward_prefetch: bool = of_run("sharding.forward_prefetch")
     backward_prefetch: BackwardPrefetch = of_run("sharding.backward_prefetch")
 

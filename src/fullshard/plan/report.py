@@ -148,6 +148,8 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             **_picked(plan.memory, "needed peak allocated reserved persistent phases"),
             **_picked(plan.memory, "host_load host_load_peers host_steady checkpoint"),
             "available": plan.cluster.device.memory,
+            "host_needed": plan.host_needed,
+            "host_available": plan.cluster.device.host_memory or None,
             "expected": plan.expected,
         },
         "traffic": _picked(

@@ -1,4 +1,6 @@
-"""Search for the fastest way to run a job, over all options of the engine that do not change numerical results.
+"""Search for the best way to run a job, over all options of the engine that do not change numerical results.
+
+The best plan is the fastest, unless one without data in host memory is less than 25 % slower (`Plan.worth`).
 
 The search covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that
 save memory, alone and combined. These are the loss in chunks, stepping in backward, embeddings as units, and offloading
@@ -67,7 +69,7 @@ _SMALLER = 5
 def search(
     model: ModelShape, job: Job, cluster: Cluster, *, fixed: Collection[str] = (), margin: float = MARGIN
 ) -> list[Plan]:
-    """Return the plans that need at most the fraction `margin` of a device's memory, the fastest first.
+    """Return the plans that need at most the fraction `margin` of a device's and a host's memory, the best first.
 
     The search only proposes plans that this engine can run. For example, it does not combine selective checkpointing
     with compilation. The number of sequences per optimizer step stays that of `job` if it is divisible by the
@@ -78,9 +80,9 @@ def search(
     return _Search(model, job, cluster, frozenset(fixed), margin).plans()
 
 
-def _fastest_first(plan: Plan) -> tuple[float, int]:
-    """Return a sort key that puts the fastest plan first and, among equally fast plans, the smallest."""
-    return -plan.time.tokens_per_second, plan.memory.needed
+def _best_first(plan: Plan) -> tuple[float, int]:
+    """Return a sort key that puts the best plan first and, among equally good plans, the smallest."""
+    return -plan.worth, plan.memory.needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +96,15 @@ class _Candidate:
 
     @functools.cached_property
     def key(self) -> float:
-        """The negative upper bound of the speed."""
-        return -self.plans[0][1].time.tokens / sum(share * plan.time.total for share, plan in self.plans)
+        """The negative upper bound of the worth."""
+        first = self.plans[0][1]
+        speed = first.time.tokens / sum(share * plan.time.total for share, plan in self.plans)
+        return -speed * first.worth / first.time.tokens_per_second
+
+    @functools.cached_property
+    def host_needed(self) -> float:
+        """An estimate of each host's memory."""
+        return sum(share * plan.host_needed for share, plan in self.plans)
 
     @functools.cached_property
     def needed(self) -> float:
@@ -120,12 +129,20 @@ class _Search:
         self._saving = [
             name
             for name, values in _SAVING.items()
-            if not fixed & values.keys()
-            and not (name == "embeddings" and no_units)
-            and not (
-                cluster.device.is_cpu and any("offload" in setting for setting in values)
-            )  # a CPU is the host itself
+            if not fixed & values.keys() and not (name == "embeddings" and no_units)
         ]
+        self._saving = [name for name in self._saving if self._has_room(name)]
+
+    def _has_room(self, name: str) -> bool:
+        """Return whether the hosts have room for what an option puts on them, in the smallest case."""
+        if not any("offload" in setting for setting in _SAVING[name]):
+            return True
+        if not self._cluster.device.can_offload:
+            return False
+        least = {"strategy": "FULL_SHARD", "shard_size": None, "checkpointing": "full", "micro_batch": 1}
+        way = {key: value for key, value in least.items() if key not in self._fixed}
+        candidate = self._candidate(way, frozenset({name}))
+        return candidate is None or self._host_may_fit(candidate)
 
     def plans(self) -> list[Plan]:
         """Run the search, and return the plans that fit, the fastest first."""
@@ -134,12 +151,16 @@ class _Search:
         found, best = list[Plan](), 0.0
         while waiting and -waiting[0].key > best:
             candidate = heapq.heappop(waiting)
+            if not self._host_may_fit(candidate):
+                continue
             if self._may_fit(candidate.needed):
                 plan = evaluate(self._model, self._job_of(candidate.way, candidate.saving), self._cluster)
                 if plan.is_within(self._margin):
                     found.append(plan)
-                    best = max(best, plan.time.tokens_per_second)
+                    best = max(best, plan.worth)
                     continue
+                if not plan.fits_host(self._margin):
+                    continue  # further options need even more of it
             must = frozenset() if candidate.saving else self._indispensable(candidate.way)
             for more in [must] if must else [candidate.saving | {name} for name in self._saving]:
                 if more == candidate.saving or len(more & _ONE_OF) > 1:
@@ -154,8 +175,8 @@ class _Search:
         if not found:
             raise _nothing_fits(self._model, self._job, self._cluster, self._margin)
         found += self._smaller(waiting, min(plan.memory.needed for plan in found))
-        found.sort(key=_fastest_first)
-        return sorted([*found, *self._tuned(found[:3])], key=_fastest_first)
+        found.sort(key=_best_first)
+        return sorted([*found, *self._tuned(found[:3])], key=_best_first)
 
     def _first(self) -> Iterator[_Candidate]:
         """Yield all meshes, checkpointing modes and batch sizes that can fit once memory-saving options are added."""
@@ -231,6 +252,10 @@ class _Search:
 
     def _may_fit(self, needed: float) -> bool:
         return needed * (1 - _SLACK) <= self._margin * self._cluster.device.memory
+
+    def _host_may_fit(self, candidate: _Candidate) -> bool:
+        limit = self._cluster.device.host_memory
+        return not limit or candidate.host_needed * (1 - _SLACK) <= self._margin * limit
 
     def _job_of(self, way: Mapping[str, Any], saving: frozenset[str]) -> Job:
         values = {**self._job.model_dump(), **way}
@@ -360,7 +385,7 @@ def _nothing_fits(model: ModelShape, job: Job, cluster: Cluster, margin: float) 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans that no other plan beats in both speed and memory, the fastest first."""
     front: list[Plan] = []
-    for plan in sorted(plans, key=_fastest_first):
+    for plan in sorted(plans, key=_best_first):
         if not front or plan.memory.needed < front[-1].memory.needed:
             front.append(plan)
     return front

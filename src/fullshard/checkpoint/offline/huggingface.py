@@ -31,7 +31,7 @@ from fullshard.checkpoint.offline.source import (
     stream,
     tensor_record,
 )
-from fullshard.checkpoint.shards import divided, parse_dtype, parse_size, write_index
+from fullshard.checkpoint.shards import divided, parse_dtype, write_index
 from fullshard.checkpoint.store import committed_directory
 from fullshard.checkpoint.tensor_file import TensorEntry, write_tensor_file
 from fullshard.checkpoint.weight_files import TensorSource, json_file, stored_tensors
@@ -39,6 +39,7 @@ from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.core.sizes import parse_size
 from fullshard.engine.precision import dtype_name
 from fullshard.features.meta_device import meta_parameters
 
