@@ -58,9 +58,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _fresh_workers() -> Iterator[None]:
-    """The processes of `run_ranks` serve one file: what a test leaves in them cannot reach another file's tests."""
+    """The processes of tests serve one file: what a test leaves in them cannot reach another file's tests."""
     yield
     end_workers()
+    if (simulated := sys.modules.get("tests.simulated.process")) is not None:
+        simulated.end_worker()
     sources.forget()
 
 
