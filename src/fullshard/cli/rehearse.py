@@ -139,8 +139,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["unplanned"]:
         lines.append(f"no plan beside it: {found['unplanned']}")
     lines.append(
-        f"{'fits' if found['fits'] else 'does not fit'}: needs {format_nbytes(found['needed'])} with what the runtime "
-        f"takes{said}, and a device has {format_nbytes(found['memory'])}"
+        f"{'fits' if found['fits'] else 'does not fit'}: needs {format_nbytes(found['needed'])}, with "
+        f"{format_nbytes(found['runtime'])} for the runtime{said}, and a device has {format_nbytes(found['memory'])}"
     )
     return [
         *lines,

@@ -18,6 +18,7 @@ import pytest
 from fullshard.cli.rehearse import _asked, _lines
 from fullshard.observe.plots import rehearsal_chart
 from fullshard.observe.report import write_report
+from fullshard.plan.hardware import find_device
 from tests.commands import run_here
 from tests.distributed import preload
 
@@ -119,10 +120,19 @@ def test_mfu_needs_a_device_whose_peak_is_known(known: dict[str, Any], tmp_path:
     script, words = SCRIPTS / "rehearsed_llama.py", json.dumps(VALUES)
     found = rehearse_in_a_fork(tmp_path, script, words, devices=f"2x{tmp_path / 'here.json'}")
     assert found["is_asked_device"]
+    assert found["runtime"] > 100 * 2**20  # of the process before the script, which torch alone exceeds
+    assert found["needed"] == found["peak_reserved"] + found["runtime"]
     assert found["seconds_by_plan"] is None
     assert found["mfu"] == pytest.approx(found["flops"] / found["step_seconds"] / 1e11)
     found["as"] = "2 x CPU in 1 host"
     assert f"; MFU {found['mfu']:.1%}" in "\n".join(_lines(found))
+
+
+def test_what_the_runtime_takes_is_part_of_what_is_needed(known: dict[str, Any]) -> None:
+    """On a GPU, it is the planner's figure. `test_mfu_needs_a_device_whose_peak_is_known` has a CPU."""
+    assert known["runtime"] == find_device("H100").framework
+    assert known["needed"] == known["peak_reserved"] + known["runtime"]
+    assert ", with 1.50 GiB for the runtime (plan: " in "\n".join(_lines(known))
 
 
 def test_both_engines_are_compared(known: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
+from fullshard.api.rehearsal.lines import Links
+from fullshard.api.rehearsal.meter import Meter
+from fullshard.plan.hardware import parse_cluster
 from tests.api.rehearsal.test_rehearsal_group import rehearsed
 from tests.simulated.process import end_worker, on_device
 
@@ -67,6 +70,38 @@ def test_streams_wait_for_one_another(engine: str) -> None:
     found = on_device(_in_each_order, engine)
     assert len(found) == 5
     assert all(losses == found["cpu"] for losses in found.values()), found
+
+
+def _metered() -> tuple[list[float], list[float], list[int], int]:
+    """Train under a meter; return its losses, those of the loop, the bytes allocated after steps, and host waits."""
+    from tests.simulated.device import host_waits
+
+    cluster = parse_cluster("2xH100")
+    meter = Meter(Links(cluster, is_free=True), None, cluster)
+    layer = nn.Linear(8, 8, device="simulated")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    kept, nbytes = torch.zeros(2, device="simulated"), []
+    with host_waits() as waits:
+        for step in range(2):
+            loss = layer(torch.ones(2, 8, device="simulated")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept[step] = loss.detach()
+            del loss
+            nbytes.append(torch.accelerator.memory_allocated())
+    return meter.answer()["losses"], kept.tolist(), nbytes, waits.total()
+
+
+def test_losses_are_kept_on_the_host_without_waiting() -> None:
+    """A meter takes no memory of the device that a real rank would not."""
+    end_worker()
+    losses, expected, nbytes, waits = on_device(_metered)
+    end_worker()  # the meter's hooks would stay
+    assert losses == expected
+    assert len(set(expected)) == 2
+    assert len(set(nbytes)) == 1
+    assert waits == 0
 
 
 def _memory() -> tuple[int, int, int, int]:

@@ -35,6 +35,9 @@ from fullshard.plan.work import step_flops
 WARM_UP = 2
 """The steps that are not timed. The first creates the optimizer's state, and the engine learns the order of units."""
 
+PAGE = 1024
+"""The number of losses for which host memory is pinned at once, because that may stop the device for a moment."""
+
 LOAD, FORWARD, BACKWARD, OPTIMIZER = "load and first forward", "forward", "backward", "optimizer"
 
 
@@ -50,7 +53,7 @@ class Meter:
         self._reads = Counter[int](), Counter[int](), Counter[int]()  # tokens, sequences and calls, by embedding
         self._job: Any = "the script has taken no step"  # or what `read_job` returns
         self._engine: str | None = None
-        self._loss, self._losses = torch.tensor(torch.nan), list[torch.Tensor]()
+        self._losses = list[torch.Tensor]()  # in pages on the host, or each would take device memory
         self._operations: FlopCounterMode | None = None
         self._dtype = ""  # in which the script computes
         self._ends: list[tuple[Any, bool]] = []  # when each step ended, and whether its links were free
@@ -84,7 +87,7 @@ class Meter:
         if not self._depth:
             self._turn(BACKWARD)
         if given and isinstance(given[0], torch.Tensor) and given[0].numel() == 1:
-            self._loss = given[0].detach()
+            self._keep(given[0].detach())
         self._depth += 1
         try:
             self._backward.torchs(*given, **named)
@@ -92,6 +95,13 @@ class Meter:
             self._depth -= 1
         if not self._depth:
             self._turn(FORWARD)
+
+    def _keep(self, loss: torch.Tensor) -> None:
+        """Copy the loss of a step to the host, which does not wait for it. The last one of a step remains."""
+        page, place = divmod(len(self._ends), PAGE)
+        while len(self._losses) <= page:
+            self._losses.append(torch.full((PAGE,), torch.nan, pin_memory=torch.accelerator.is_available()))
+        self._losses[page][place].copy_(loss.reshape(()), non_blocking=True)
 
     def _run_embedding(self, module: nn.Module, given: torch.Tensor) -> Any:
         if module.training and not self._depth and not torch.compiler.is_compiling():
@@ -116,8 +126,7 @@ class Meter:
         self._steps[id(optimizer)] += 1
         if (count := max(self._steps.values())) <= len(self._ends):  # another optimizer of the same step
             return
-        self._ends.append((_now(), self._links.is_free))
-        self._losses.append(self._loss)
+        self._ends.append((now(), self._links.is_free))
         if count == 1:
             self._engine = engine_of(optimizer)
             self._look_at(optimizer)
@@ -177,22 +186,26 @@ class Meter:
         self._turn(FORWARD)
         spans: dict[bool, list[float]] = {False: [], True: []}
         for (before, _), (end, is_free) in itertools.pairwise(self._ends[WARM_UP - 1 :]):
-            spans[is_free].append(_seconds_between(before, end))
+            spans[is_free].append(seconds_between(before, end))
         linked, free = (statistics.median(spans[kind]) if spans[kind] else None for kind in (False, True))
         step = free if self._always_free else linked
         timed = max(1, len(self._ends) - WARM_UP)
         exposed = None if linked is None or free is None else max(0.0, linked - free)
-        needed, memory = self._top[1] + self._cluster.device.framework, self._cluster.device.memory
+        runtime = self._cluster.device.framework or self._before  # of a CPU, the process before the script
+        needed, memory = self._top[1] + runtime, self._cluster.device.memory
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the losses may still be on their way
         return {
             "steps": len(self._ends),
             "step_seconds": step,
             "exposed_seconds": exposed,
             "data_seconds": None if step is None or self._waited is None else self._waited / timed,
             **self._beside(step, exposed, timed),
-            "losses": [loss.item() for loss in self._losses],
+            "losses": torch.cat([*self._losses, torch.empty(0)])[: len(self._ends)].tolist(),
             "peak_allocated": self._top[0],
             "peak_reserved": self._top[1],
             "needed": needed,
+            "runtime": runtime,
             "memory": memory,
             "fits": needed <= memory,
             "is_on_gpu": torch.accelerator.is_available(),
@@ -201,14 +214,16 @@ class Meter:
         }
 
 
-def _now() -> Any:
+def now() -> Any:
+    """Return an event on the device's current stream, or without a device the seconds of the host's clock."""
     if not torch.accelerator.is_available():
         return time.perf_counter()
     event = torch.Event(torch.accelerator.current_accelerator(), enable_timing=True)
     return torch.accelerator.current_stream().record_event(event)
 
 
-def _seconds_between(begin: Any, end: Any) -> float:
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two results of `now`, after the second has come."""
     if isinstance(end, float):
         return end - float(begin)
     end.synchronize()
