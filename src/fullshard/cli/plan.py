@@ -13,7 +13,10 @@ import typer
 
 from fullshard.cli.options import file_word, options_from, path_word, word
 from fullshard.config.dialect import shown
+from fullshard.config.load import load_file
+from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.values import integer
+from fullshard.config.write import save_text
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_bytes
 from fullshard.core.sizes import GIB, parse_size
@@ -21,7 +24,6 @@ from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
     from fullshard.config.dialect import Reading
-    from fullshard.config.resolve import Resolved
     from fullshard.plan.evaluate import Plan
     from fullshard.plan.hardware import Cluster
     from fullshard.plan.shapes import ModelShape
@@ -184,8 +186,6 @@ def _question(
         )
     if config is None:
         return Job.of(given), parse_cluster(devices, hosts, host_memory), []
-    from fullshard.config.load import load_file
-    from fullshard.config.resolve import resolve
 
     resolved = resolve([reading := load_file(config)])
     batch = _micro_batch_of(reading)
@@ -262,9 +262,6 @@ def _name_details(plan: Plan, front: list[Plan]) -> None:
 
 def _write(plan: Plan, path: Path, planned: Path | None, model: str, devices: str, *, overwrite: bool) -> None:
     """Write the recipe of the planned run. Settings in the file `planned` that a plan does not cover are kept."""
-    from fullshard.config.load import load_file
-    from fullshard.config.resolve import resolve
-    from fullshard.config.write import save_text
     from fullshard.plan.recipe import as_recipe
 
     if not plan.fits:

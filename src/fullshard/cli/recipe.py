@@ -9,6 +9,9 @@ import typer
 
 import fullshard
 from fullshard.cli.options import path_word
+from fullshard.config.document import read_document
+from fullshard.config.settings import suggestion
+from fullshard.config.write import save_text
 from fullshard.core.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="List, show, and copy recipes that the planner has written.")
@@ -21,8 +24,6 @@ def print_all() -> None:
     """List the recipes, with the memory per device and the speed that the planner expects."""
     from rich.console import Console
     from rich.table import Table
-
-    from fullshard.config.document import read_document
 
     table = Table("recipe", "devices", "GiB", "tokens/s", box=None, pad_edge=False)
     for path in _files():
@@ -46,8 +47,6 @@ def copy(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists")] = False,
 ) -> None:
     """Copy a recipe to a file of yours, to run or to change it."""
-    from fullshard.config.write import save_text
-
     source = _find(name)
     path = Path(source.name) if target is None else target / source.name if target.is_dir() else target
     save_text(source.read_text(encoding="utf-8").replace(source.name, path.name), path, overwrite=overwrite)
@@ -62,8 +61,6 @@ def _files() -> list[Path]:
 
 
 def _find(name: str) -> Path:
-    from fullshard.config.settings import suggestion
-
     files = {path.stem: path for path in _files()}
     if (found := files.get(name.removesuffix(".yaml"))) is None:
         raise ConfigError(f"no recipe has the name {name!r}", hint=suggestion(name, files))

@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,131 +90,20 @@ class Device:
         return inside / (self.link * self.link_efficiency), across / (self.network * self.link_efficiency)
 
 
-def _gpu(
-    name: str,
-    memory: float,
-    flops: tuple[float, float],
-    bandwidth: float,
-    link: float,
-    network: float,
-    source: str,
-    efficiency: float = 0.55,
-    **more: Any,
-) -> Device:
-    """Build the table row of a GPU: memory in GB, FLOP/s in TFLOP/s (bf16, fp32), bandwidths in GB/s."""
-    speeds = (flops[0] * TERA, flops[1] * TERA, bandwidth * GB, link * GB, network * GB)
-    more["host_memory"] = round(
-        more.pop("host", _HOSTS.get(name.rpartition("-")[0] or name, _HOSTS.get(name, 256))) * GIB
-    )
-    return Device(name, round(memory * GB), *speeds, more.pop("per_host", 8), source, efficiency, **more)
+def _device(name: str, row: dict[str, Any]) -> Device:
+    """Build a device from its row in `devices.toml`, which explains the units."""
+    given = {key: value for key, value in row.items() if key in Device.__dataclass_fields__}
+    flops, flops_fp32 = (TERA * value for value in row["flops"])
+    speeds = {"memory_bandwidth": row["bandwidth"] * GB, "link": row["link"] * GB, "network": row["network"] * GB}
+    sizes = {"memory": round(row["memory"] * GB), "host_memory": row.get("host_memory", 0) * GIB}
+    return Device(**{"name": name, "per_host": 8, **given, **speeds, **sizes, "flops": flops, "flops_fp32": flops_fp32})
 
 
-_DGX = 2000 * GB / GIB
-_HOSTS = {
-    "A100": 1152, "A800": 1152, "H100": _DGX, "H800": _DGX, "H20": _DGX, "H200": _DGX, "B200": _DGX, "B300": _DGX,
-    "GB200": 960 * GB / GIB, "GB300": 960 * GB / GIB, "MI300X": 1850, "MI325X": 2048, "MI355X": 3072,
-    "L40S": 1536, "L40": 1024, "L4": 768, "A10G": 768, "A40": 512, "V100": 768, "V100-16": 488, "T4": 384,
-    "RTX5090": 64, "RTX4090": 64, "RTX3090": 64,
-}  # fmt: skip
-"""GiB of memory of a typical host, by name of the device. H100 to B300: NVIDIA's DGX data sheets (2 TB). GB200, GB300:
-480 GB for each of two Grace processors (NVIDIA's NVL72 page). Cloud instances: A100 p4d and p4de, L40S g6e, L4 g6, A10G
-g5, V100 p3dn and p3, T4 g4dn.metal (AWS, largest size), MI300X ND MI300X v5 (Azure), MI355X BM.GPU.MI355X (Oracle).
-Assumptions: 64 for consumer cards, 256 for workstation cards, and A800, H800, H20, MI325X, L40 and A40 as comparable
-servers. `--host-memory` says otherwise."""
+_ROWS = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
 
+DEVICES: dict[str, Device] = {name: _device(name, row) for name, row in _ROWS.items()}
 
-_A100 = "NVIDIA A100 data sheet 2022; 8 x 200 Gb/s per host (DGX A100)"
-_A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 Gb/s per host and pair"
-_IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
-
-_FASTER: dict[str, Any] = {"flash": 0.305}  # measured on an H100, assumed for AMD's
-_BLACKWELL: dict[str, Any] = {"flash": 0.9 * 358 / 2250}  # version 2 with heads of 128: tritonbench, pull request 171
-
-# Memory is as the driver reports it if that is less than the name suggests (39.6 GiB for 40 GB).
-_ALL = (
-    _gpu("A100-40", 42.3, (312, 156), 1555, 300, 25, _A100, 0.67),
-    _gpu("A100-80", 84.9, (312, 156), 2039, 300, 25, _A100, 0.67),
-    _gpu("A100-PCIe", 84.9, (312, 156), 1935, 32, 12.5, _A100_PCIE, 0.6),
-    _gpu("A800", 84.9, (312, 156), 2039, 200, 25, "NVIDIA A800 data sheet 2022: an A100 with 400 GB/s of NVLink", 0.67),
-    _gpu("H100", 85.0, (989, 494), 3350, 450, 50, "NVIDIA H100 SXM data sheet; 8 x 400 Gb/s per host", **_FASTER),
-    _gpu("H100-PCIe", 85.0, (756, 378), 2000, 64, 25, "NVIDIA H100 PCIe data sheet; PCIe 5.0 x16", **_FASTER),
-    _gpu("H100-NVL", 100.2, (835, 417), 3938, 64, 25, "NVIDIA H100 NVL data sheet; PCIe 5.0 x16", **_FASTER),
-    _gpu("H800", 85.0, (989, 494), 3350, 200, 50, "NVIDIA H800 SXM data sheet 2023: an H100 with 400 GB/s of NVLink",
-         **_FASTER),
-    _gpu("H20", 102.6, (148, 74), 4000, 450, 50, "NVIDIA H20 data sheet 2023; 8 x 400 Gb/s per host", 0.8),
-    _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)",
-         **_FASTER),
-    _gpu("H200-NVL", 150.1, (835, 417), 4800, 64, 25, "NVIDIA H200 NVL data sheet 2024; PCIe 5.0 x16", **_FASTER),
-    _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host", **_BLACKWELL),
-    _gpu("B300", 287.4, (2250, 1125), 8000, 900, 100, "NVIDIA DGX B300 data sheet 2025; 8 x 800 Gb/s per host",
-         **_BLACKWELL),
-    _gpu("GB200", 197.6, (2500, 1250), 8000, 900, 50, f"NVIDIA GB200 NVL72 page 2024; {_IN_A_RACK} 400 Gb/s each",
-         per_host=4, rack=72, **_BLACKWELL),
-    _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
-         per_host=4, rack=72, **_BLACKWELL),
-    _gpu("GB10", 130.7, (125, 62.5), 273, 25, 25, "NVIDIA DGX Spark data sheet 2025: 200 Gb/s; dense bfloat16 is "
-         "an eighth of the 1 PFLOP/s in FP4 with sparsity", per_host=1, host=0, is_unified=True, **_BLACKWELL),
-    _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host",
-         0.43, **_FASTER),
-    _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host",
-         0.5, **_FASTER),
-    _gpu("MI355X", 308.8, (2516, 157), 8000, 537, 50, "AMD Instinct MI355X data sheet 2025 (no TF32); 8 x 400 Gb/s",
-         0.52, **_FASTER),
-    _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16", 0.62),
-    _gpu("L40", 48.3, (181, 90.5), 864, 32, 12.5, "NVIDIA L40 data sheet 2022; PCIe 4.0 x16"),
-    _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8"),
-    _gpu("A10G", 23.7, (70, 35), 600, 16, 3.1, "NVIDIA A10 data sheet, AWS g5; PCIe 4.0 x8, 25 Gb/s"),
-    _gpu("A40", 48.3, (150, 74.8), 696, 32, 12.5, "NVIDIA A40 data sheet 2021; PCIe 4.0 x16"),
-    _gpu("RTX-A6000", 51.0, (155, 77.4), 768, 32, 3.1, "NVIDIA RTX A6000 data sheet 2021; PCIe 4.0 x16, 25 Gb/s", 0.66),
-    _gpu("RTX6000-Ada", 51.0, (364, 182), 960, 32, 3.1, "NVIDIA RTX 6000 Ada data sheet 2023; PCIe 4.0 x16, 25 Gb/s"),
-    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0",
-         0.68),
-    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s",
-         0.94),
-    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s", 0.82),
-    _gpu("RTX3090", 25.4, (71, 35.6), 936, 16, 3.1, "NVIDIA Ampere GA102 paper; PCIe 4.0 x8 each of two, 25 Gb/s",
-         0.9, per_host=4),
-    _gpu("V100", 34.1, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",
-         has_bfloat16=False),
-    _gpu("V100-16", 16.9, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",
-         has_bfloat16=False),
-    _gpu("V100-PCIe", 34.1, (112, 14), 900, 16, 3.1, "NVIDIA V100 PCIe data sheet 2018, fp16; PCIe 3.0 x16, 25 Gb/s",
-         has_bfloat16=False),
-    _gpu("T4", 15.6, (65, 8.1), 320, 16, 3.1, "NVIDIA T4 data sheet 2019, fp16; PCIe 3.0 x16, 25 Gb/s", 0.4,
-         has_bfloat16=False),
-    Device(
-        "CPU", 16 * GB, 0.1 * TERA, 0.1 * TERA, 20 * GB, 2 * GB, 1 * GB, 2,
-        "a two-core server of 2020 with AVX-512, float32; measure yours with --calibrate",
-        framework=0,
-    ),
-)  # fmt: skip
-
-DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
-
-_ALIASES = {
-    alias: name
-    for name, aliases in {
-        "A100-80": "a100 a100sxm a10080gb",
-        "A100-PCIe": "a10080gbpcie",
-        "A100-40": "a10040gb a100pcie40gb",
-        "H100": "h10080gb h10080 h100sxm h100sxm5",
-        "H200": "h200sxm",
-        "GB200": "gb200nvl72",
-        "GB300": "gb300nvl72",
-        "GB10": "dgxspark spark gb10superchip",
-        "V100": "v10032gb v10032",
-        "V100-16": "v10016gb",
-        "RTX5090": "5090",
-        "RTX4090": "4090",
-        "RTX3090": "3090",
-        "A10G": "a10",
-        "RTX-A6000": "a6000 rtxa6000",
-        "RTX6000-Ada": "6000ada rtx6000adageneration",
-        "RTX-PRO-6000": "pro6000 rtxpro6000blackwell rtxpro6000blackwellserveredition "
-        "rtxpro6000blackwellworkstationedition",
-    }.items()
-    for alias in aliases.split()
-}
+_ALIASES = {alias: name for name, row in _ROWS.items() for alias in row.get("aliases", ())}
 _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 

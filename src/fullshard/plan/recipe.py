@@ -91,7 +91,7 @@ def _for_sft(job: Job, model: str) -> dict[str, Any]:
         "bf16": job.precision == "bf16",
         "fp16": job.precision == "fp16",
         "gradient_checkpointing": False,  # the section `sharding` says what is recomputed
-        **({"max_grad_norm": 0} if job.step_in_backward else {}),
+        **({"max_grad_norm": 0} if job.schedule.steps_in_backward else {}),
     }
     if job.method != "full":
         targets = (job.lora_targets or "all-linear").split(",")
@@ -110,5 +110,5 @@ def _for_train(plan: Plan, model: str) -> dict[str, Any]:
         "seq_len": job.seq_len,
         "optimizer": _TRAIN_OPTIMIZERS[job.optimizer],
     }
-    values |= {"max_grad_norm": 0} if job.step_in_backward else {}
+    values |= {"max_grad_norm": 0} if job.schedule.steps_in_backward else {}
     return values | ({"loss_chunk": job.chunk_tokens} if job.loss == "fused" else {})
