@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-slice test-gpu test-versions test-xla mutants lint format docs bench bench-more bench-gpu clean
+.PHONY: help venv train test test-full test-slice test-gpu test-versions test-xla mutants lint format docs bench bench-more bench-gpu bench-rehearsal clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -149,6 +149,9 @@ bench-gpu: $(VENV)/.bench  ## compare on one GPU: one rank, compiled, two ranks 
 		--rows '1b-bf16-*' --engines fsdp2 fsdp2-offload fullshard fullshard-offload fullshard-in-backward $(ARGS)
 	$(BIN)/python -m benchmarks.run --device cuda --ranks 2 --repeats 1 --engines fsdp2 fullshard --rows 'tiny-*' $(ARGS)
 	$(BIN)/python -m benchmarks.overlap
+
+bench-rehearsal: $(VENV)/.bench  ## both engines as one rank of many on one GPU; repeat until nothing is left
+	$(BIN)/python -m benchmarks.rehearsal --seconds 450 $(ARGS)
 
 clean:  ## remove caches and the default output of `make train`; .venv stays
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
