@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.plan.evaluate import ERROR_BAR, Plan, evaluate
+from fullshard.plan.evaluate import ERROR_BAR, SPEED_BARS, Plan, evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
@@ -338,6 +338,18 @@ def test_the_error_bar_is_that_of_the_rows() -> None:
     found += [1 / ratios["memory"] for row in RECENT if "memory" in (ratios := recent(row))]
     tenths = statistics.quantiles(found, n=10, method="inclusive")
     assert (tenths[0], tenths[-1]) == pytest.approx(ERROR_BAR, abs=0.005)
+
+
+@pytest.mark.full
+def test_the_range_of_the_speed_is_that_of_the_rows() -> None:
+    """As for memory. Runs of mixtures are apart, as their errors are larger."""
+    mixtures = [1 / run.ratios["speed"] for run in runs() if "speed" in run.ratios and "moe" in run.kinds]
+    dense = [1 / run.ratios["speed"] for run in runs() if "speed" in run.ratios and "moe" not in run.kinds]
+    dense += [1 / ratios["speed"] for row in RECENT if "speed" in (ratios := recent(row))]
+    dense += [row.published / predicted_speed(row) for row in (*SPEEDS, *foundry())]
+    for found, bar in ((dense, SPEED_BARS["dense"]), (mixtures, SPEED_BARS["mixture"])):
+        tenths = statistics.quantiles(found, n=10, method="inclusive")
+        assert (tenths[0], tenths[-1]) == pytest.approx(bar, abs=0.01)
 
 
 def test_host_memory_of_the_seed() -> None:
