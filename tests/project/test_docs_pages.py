@@ -142,8 +142,9 @@ FEW = {"--nproc": "2", "--steps": "2", "--seq-len": "16", "--batch-size": "4", "
 @pytest.mark.full
 @pytest.mark.parametrize("command", [line for line in TRAININGS if "s3://" not in line])
 def test_trainings_that_are_shown_train(command: str, tmp_path: Path) -> None:
-    """Two steps of each, on two ranks; the model and the texts of one's own are small ones."""
+    """Two steps of each, on two ranks; the model, the recipe and the texts of one's own are small ones."""
     place = make_place(tmp_path)
+    (place / "my.yaml").write_text("train: {precision: bf16}\n")
     (place / "my" / "texts").mkdir(parents=True)
     (place / "my" / "texts" / "one.txt").write_text("to be sharded or not to be sharded\n" * 2000)
     (place / "my" / "config.json").write_text(json.dumps(UNTIED))
