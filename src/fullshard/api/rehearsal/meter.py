@@ -103,12 +103,12 @@ class Meter:
             self._losses.append(torch.full((PAGE,), torch.nan, pin_memory=torch.accelerator.is_available()))
         self._losses[page][place].copy_(loss.reshape(()), non_blocking=True)
 
-    def _run_embedding(self, module: nn.Module, given: torch.Tensor) -> Any:
+    def _run_embedding(self, module: nn.Embedding, given: torch.Tensor) -> Any:
         if module.training and not self._depth and not torch.compiler.is_compiling():
             numbers = given.numel(), len(given) if given.ndim > 1 else 1, 1
             for counter, number in zip(self._reads, numbers, strict=True):
                 counter[id(module)] += number
-            kind, own = given.device.type, next(module.parameters()).dtype
+            kind, own = given.device.type, module.weight.dtype  # FSDP1 leaves no parameters
             is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
             self._dtype = dtype_name(torch.get_autocast_dtype(kind) if is_cast else own)
         return self._embed.torchs(module, given)
