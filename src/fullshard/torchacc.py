@@ -13,17 +13,17 @@ if not TYPE_CHECKING and why_no_xla() is None:
     from fullshard.integrations.xla.torchacc import *  # noqa: F403 -- the same names, nothing else
     from fullshard.integrations.xla.torchacc import __all__ as __all__
 
-    _modules = ()
+    _modules = {}
 else:
     from fullshard.integrations import torchacc as _torchacc
     from fullshard.integrations.torchacc import *  # noqa: F403 -- the same names, nothing else
     from fullshard.integrations.torchacc import __all__ as __all__
     from fullshard.integrations.torchacc import amp, config, dist
 
-    _modules = (amp, config, dist, dist.fsdp)
+    _modules = {"amp": amp, "config": config, "dist": dist, "dist.fsdp": dist.fsdp}
 
 if not TYPE_CHECKING:
     __getattr__ = _torchacc.__getattr__
 
-for _module in _modules:  # so that `import fullshard.torchacc.dist` finds them too
-    sys.modules[_module.__name__.replace("fullshard.integrations.", "fullshard.")] = _module
+for _name, _module in _modules.items():  # so that `import fullshard.torchacc.dist` finds them too
+    sys.modules[f"{__name__}.{_name}"] = _module

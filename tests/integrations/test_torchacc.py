@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import fullshard.torchacc as torchacc
 from fullshard.config.dialect import Status
 from fullshard.config.resolve import resolve
-from fullshard.config.torchacc import TORCHACC, check_sizes
+from fullshard.config.torchacc import TORCHACC, Config, check_sizes
 from fullshard.core.errors import CheckpointError, ConfigError, DataError, OptimizerError, WrapError
-from fullshard.integrations.torchacc.config import Config
 
 DOCS = Path(__file__).parents[2] / "docs" / "torchacc.md"
 

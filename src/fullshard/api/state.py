@@ -14,7 +14,7 @@ from fullshard.comm.waiting import waiting_for_all
 from fullshard.config.handover import launched
 from fullshard.config.switches import elastic_ranks
 from fullshard.core.errors import ConfigError
-from fullshard.features.watchdog.meeting import meet
+from fullshard.features.watchdog.watchdog import meet
 from fullshard.launch.environment import (
     RankEnvironment,
     init_process_group_from_environment,

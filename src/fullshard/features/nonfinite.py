@@ -78,20 +78,6 @@ class NonFiniteGuard(Extension):
         self._alarm: bool | None = None
         self._names: dict[str, str] | None = None
 
-    def choose(self, policy: str, limit: int) -> None:
-        """Set the policy and the limit of skipped steps after validating both."""
-        if policy not in get_args(OnNonFinite):
-            raise ConfigError(
-                f"{policy!r} is not a valid policy for non-finite gradients",
-                hint="use raise, skip or off",
-            )
-        if limit < 1:
-            raise ConfigError(
-                f"the limit on consecutive skipped steps is {limit}, expected 1 or more",
-                hint="use 1 or more",
-            )
-        self.policy, self.limit = policy, limit  # type: ignore[assignment]
-
     # -- in backward --------------------------------------------------------------------------------------------
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
@@ -281,4 +267,15 @@ class NonFiniteMethods:
         Raises:
             ConfigError: The policy does not exist, or the limit is less than 1.
         """
-        NonFiniteGuard.of(require_unit(cast("nn.Module", self)).schedule).choose(policy, limit)
+        if policy not in get_args(OnNonFinite):
+            raise ConfigError(
+                f"{policy!r} is not a valid policy for non-finite gradients",
+                hint="use raise, skip or off",
+            )
+        if limit < 1:
+            raise ConfigError(
+                f"the limit on consecutive skipped steps is {limit}, expected 1 or more",
+                hint="use 1 or more",
+            )
+        guard = NonFiniteGuard.of(require_unit(cast("nn.Module", self)).schedule)
+        guard.policy, guard.limit = policy, limit  # type: ignore[assignment]

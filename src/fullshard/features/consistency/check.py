@@ -48,17 +48,6 @@ class ConsistencyCheck(Extension):
         self._mesh, self._has_run, self._done_at = model.mesh, False, 0
         self.paces, self._pace, self._slow = list[RankPace](), Pace(), set[int]()
 
-    def choose(self, policy: str, every: int) -> None:
-        """Set the policy and the interval between comparisons after validating both."""
-        if policy not in get_args(OnDifference):
-            raise ConfigError(f"{policy!r} is not a valid policy for replicas that differ", hint="use raise or off")
-        if every < 0:
-            raise ConfigError(
-                f"the interval between comparisons of ranks is {every} steps, expected 0 or more",
-                hint="use 0 to disable comparisons",
-            )
-        self.policy, self.every = policy, every  # type: ignore[assignment]
-
     # -- callbacks ----------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
@@ -176,7 +165,15 @@ class ConsistencyMethods:
             ConfigError: The policy is unknown, or the number is negative.
         """
         check = self._consistency_check()
-        check.choose(policy, check.every if every is None else every)
+        every = check.every if every is None else every
+        if policy not in get_args(OnDifference):
+            raise ConfigError(f"{policy!r} is not a valid policy for replicas that differ", hint="use raise or off")
+        if every < 0:
+            raise ConfigError(
+                f"the interval between comparisons of ranks is {every} steps, expected 0 or more",
+                hint="use 0 to disable comparisons",
+            )
+        check.policy, check.every = policy, every  # type: ignore[assignment]
 
     def rank_paces(self) -> list[RankPace]:
         """Return how many seconds per step each rank spent computing and waiting, as of the last comparison.

@@ -17,7 +17,6 @@ device of the weight. Weights and scales are *exact*: their bytes are gathered u
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -30,7 +29,7 @@ from fullshard.core.errors import WrapError
 from fullshard.core.forms import Part, StoredForm
 from fullshard.engine.kinds import ParameterKind
 from fullshard.features.quantized_weights import torch_private
-from fullshard.features.quantized_weights.codecs import FourBits
+from fullshard.features.quantized_weights.codecs import FourBits, bitsandbytes
 
 _EXACT = "_fullshard_exact"
 _ALIASES = "_fullshard_aliases"
@@ -200,7 +199,7 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
 
 def dequantised(module: nn.Module) -> torch.Tensor:
     """Return the dequantised weight of a module. The weight must be unsharded."""
-    functional: Any = importlib.import_module("bitsandbytes.functional")
+    functional = bitsandbytes()
     weight: Any = module._parameters["weight"]
     is_4bit = hasattr(weight, "quant_state")
     dequantise = functional.dequantize_4bit if is_4bit else functional.int8_vectorwise_dequant
@@ -210,7 +209,7 @@ def dequantised(module: nn.Module) -> torch.Tensor:
 
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
     """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` does, bit for bit, in pieces."""
-    functional: Any = importlib.import_module("bitsandbytes.functional")
+    functional = bitsandbytes()
     parts = Part("codes", "uint8", 2), Part("scales", "float32", outlined.blocksize)
     codes, scales = FourBits(StoredForm(outlined.quant_type, parts)).encode(values.view(-1))
     state = functional.QuantState(

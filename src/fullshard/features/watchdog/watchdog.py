@@ -32,30 +32,16 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.gloo import end_waits
 from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
-from fullshard.comm.waiting import PROGRESS, Watcher
+from fullshard.comm.waiting import PROGRESS, Waiting, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import cut
 from fullshard.core.process import StatusFile, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
-from fullshard.features.watchdog.meeting import meet
 from fullshard.features.watchdog.status import PROCESS, STATUS, Status
 
 BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
 """Seconds before a message is printed. A launcher starts all ranks, which can take long on a busy host."""
-
-
-@contextlib.contextmanager
-def naming_the_missing() -> Iterator[None]:
-    """If the block takes long, print one message on stderr that this rank is waiting for others."""
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
-    timer = threading.Timer(LAUNCHED_SECONDS if is_launched else BY_HAND_SECONDS, _say_who_is_missing)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _say_who_is_missing() -> None:
@@ -128,9 +114,17 @@ class Watchdog(Watcher):
         self._moves, self._since, self._next_line, self._beat = -1, 0.0, 0.0, 0
         self._forget_world()
 
-    def joining(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
         """Return a context in which ranks join the job. If this takes long, print that this rank waits for others."""
-        return naming_the_missing()
+        is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+        timer = threading.Timer(LAUNCHED_SECONDS if is_launched else BY_HAND_SECONDS, _say_who_is_missing)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _forget_world(self) -> None:
         self.groups.clear()  # names of groups may be reused
@@ -378,6 +372,20 @@ class Watchdog(Watcher):
         who = f"fullshard: rank {dist.get_rank()} has waited {seconds:.0f} s, in {PROGRESS.what}{step}"
         sys.stderr.write(f"{who}: {status.named(others)}\n")
         sys.stderr.flush()
+
+
+def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+    """Wait until all ranks of a group have arrived, so that the next operation does not hang.
+
+    If a rank is missing, the wait ends with an error that names it, which the next operation could not do. The wait is
+    a collective between the hosts, and is skipped if the group does not support one. An accelerator's collective cannot
+    detect a missing rank: either the host does not wait for it, or, as in NCCL's barrier, it waits until NCCL ends the
+    process. On a CPU, nothing is needed, because collectives are watched there anyway.
+    """
+    host = torch.device("cpu")
+    if device.type != "cpu" and torch_private.backend_of(group, host) is not None:
+        with torch_private.without_transforms(), Waiting(what, [group]):
+            dist.all_reduce(torch.zeros(1, device=host), group=group)
 
 
 def keep_status_in(path: Path) -> None:

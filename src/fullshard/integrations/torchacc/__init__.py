@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from fullshard.integrations.torchacc import amp, config, dist
-from fullshard.integrations.torchacc.config import Config
+from fullshard.config import torchacc as config
+from fullshard.config.torchacc import Config
+from fullshard.integrations.torchacc import amp, dist
 from fullshard.integrations.torchacc.eager import (
     fetch_gradients,
     is_lazy_device,

@@ -16,13 +16,12 @@ from fullshard.api.plugin import say_once
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.tensors import device_of
 from fullshard.config.resolve import Resolved, resolve
-from fullshard.config.torchacc import check_sizes
+from fullshard.config.torchacc import Config, check_sizes
 from fullshard.core.errors import ConfigError
 from fullshard.features import clip_grad_norm_
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.unit_selection import unit_modules
 from fullshard.integrations.torchacc.amp import require_scaler
-from fullshard.integrations.torchacc.config import Config
 from fullshard.integrations.torchacc.eager import joined
 from fullshard.integrations.torchacc.loader import AsyncLoader
 from fullshard.integrations.torchacc.saving import shard_metadata, whole_optimizer_state

@@ -105,8 +105,10 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
         for name, layer in model.named_modules():
             if name in tp_plan:  # PEFT splits the adapters of these layers accordingly
                 layer._hf_tp_plan, layer._hf_device_mesh = tp_plan[name], device_mesh["tp"]
-    experts = {} if device_mesh is None or _ep_size(config) == 1 else _distribute(model, config, device_mesh, ep_plan)
-    after_import("peft.tuners.tuners_utils", _show_whole_layers)
+    ep_size = getattr(config, "ep_size", None) or 1  # a setting since Transformers 5.20
+    experts = {} if device_mesh is None or ep_size == 1 else _distribute(model, config, device_mesh, ep_plan)
+    # PEFT must size adapters by the features of a layer, not by this rank's part of its weight.
+    after_import("peft.tuners.tuners_utils", lambda tuners: setattr(tuners, "_torch_supports_distributed", False))
     # PEFT takes any size, even 1, for split layers.
     model._tp_size, model._fsdp_size = config.tp_size if config.tp_size > 1 else None, config.fsdp_size
     axes = ("dp_replicate", "fsdp") if config.dp_replicate_size > 1 else "fsdp"
@@ -151,11 +153,6 @@ def _as_config_errors() -> Iterator[None]:
         raise ConfigError(f"DistributedConfig: {error}") from error
 
 
-def _ep_size(config: Any) -> int:
-    """Return the number of ranks among which experts are distributed. Versions before 5.20 do not have the setting."""
-    return getattr(config, "ep_size", None) or 1
-
-
 def _distribute(model: Any, config: Any, dense: DeviceMesh, plan: dict[str, str]) -> dict[Any, Mesh]:
     """Distribute the experts over `ep_size` ranks, as Transformers does. Return the mesh that each is sharded over.
 
@@ -193,11 +190,6 @@ def _exchange_counts(received: torch.Tensor, sent: torch.Tensor, *, group: dist.
 
 def _exchange_tokens(rows: torch.Tensor, received: Any, sent: Any, group: dist.ProcessGroup) -> torch.Tensor:
     return exchange(rows, group, _EXCHANGE, received, sent)
-
-
-def _show_whole_layers(tuners: Any) -> None:
-    """Make PEFT size adapters by the features of a layer, not by this rank's part of its weight."""
-    tuners._torch_supports_distributed = False
 
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
