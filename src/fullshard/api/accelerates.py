@@ -60,8 +60,7 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigError(
-            f"dynamo_plugin has the wrong type {type(plugin).__name__}",
-            hint="use accelerate.utils.TorchDynamoPlugin",
+            f"dynamo_plugin has the wrong type {type(plugin).__name__}", hint="use accelerate.utils.TorchDynamoPlugin"
         )
     if backend is not None:
         raise ConfigError("dynamo_plugin and dynamo_backend both select a compiler", hint="remove one of them")
@@ -93,8 +92,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
         return reading
     if not isinstance(config, TheirParallelism):
         raise ConfigError(
-            f"parallelism_config has the wrong type {type(config).__name__}",
-            hint="use fullshard.ParallelismConfig",
+            f"parallelism_config has the wrong type {type(config).__name__}", hint="use fullshard.ParallelismConfig"
         )
     sizes = {f"{axis}_size": getattr(config, f"{axis}_size", None) or 1 for axis in _AXES}
     ranks = read_rank_environment().world_size
@@ -103,7 +101,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     if math.prod(sizes.values()) != ranks:
         said = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name.startswith("dp_")]
         raise ConfigError(
-            f"parallelism_config: {' x '.join(said)} does not equal the number of ranks: the job has {ranks} ranks",
+            f"parallelism_config: {' x '.join(said)} does not equal the number of ranks: the job has {ranks} ranks"
         )
     origin = Origin.argument("parallelism_config")
     for name in ("cp_size", "sp_size"):

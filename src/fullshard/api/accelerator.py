@@ -287,8 +287,7 @@ class Accelerator(Loaders, Reporting):
         device_map: Any = getattr(model, "hf_device_map", None)
         if device_map and len(set(device_map.values())) > 1:
             raise ConfigError(
-                "the model is spread across several devices (device_map)",
-                hint="load it without device_map",
+                "the model is spread across several devices (device_map)", hint="load it without device_map"
             )
         was_sharded = is_sharded(model)
         if not was_sharded:

@@ -41,8 +41,7 @@ def calibrate(path: Path) -> Device:
         code = launch_local("fullshard.api.calibration", [str(measured)], nproc=nproc)
         if code:
             raise CommunicationError(
-                f"calibration failed: its processes ended with exit code {code}",
-                hint="see their output above",
+                f"calibration failed: its processes ended with exit code {code}", hint="see their output above"
             )
         found = read_calibration(measured)
     write_calibration(found, path)

@@ -46,8 +46,7 @@ def accelerate(
     accelerator = Accelerator(fsdp_plugin=ShardingConfig.of(config), mixed_precision=mixed_precision)
     if accelerator.mixed_precision == "fp16":
         raise ConfigError(
-            "fp16 needs loss scaling, which a plain training loop does not include",
-            hint="use Accelerator, or bf16",
+            "fp16 needs loss scaling, which a plain training loop does not include", hint="use Accelerator, or bf16"
         )
     model = accelerator.prepare_model(model)
     if optimizer is not None:

@@ -64,7 +64,7 @@ class Gathering(Processes):
             if isinstance(input_data, Mapping | str | bytes) or not isinstance(input_data, Iterable):
                 raise TypeError(
                     f"gather_for_metrics on {self.num_processes} ranks expected nested tensors or a list with one "
-                    f"object per sample, got a {type(input_data).__name__} (hint: put it in a list)",
+                    f"object per sample, got a {type(input_data).__name__} (hint: put it in a list)"
                 )
             said = collectives.all_gather_object((input_data, order))
             check_orders(order for _, order in said)

@@ -46,8 +46,7 @@ def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
     """Return an Accelerator's `kwargs_handlers`, keyed by class name. The result always has an autocast handler."""
     if not isinstance(handlers, Iterable | None):
         raise ConfigError(
-            f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}",
-            hint="put it in a list",
+            f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}", hint="put it in a list"
         )
     named = [(type(handler).__name__, handler) for handler in handlers or ()]
     given = dict(named)

@@ -149,7 +149,7 @@ def planned_device(device: torch.device) -> str:
     row = find_device(name)
     if abs(row.memory / nbytes - 1) >= _SAME_MEMORY:
         raise ConfigError(
-            f"{name} has {format_nbytes(nbytes)}, but the planner assumes {format_nbytes(row.memory)} for {row.name}",
+            f"{name} has {format_nbytes(nbytes)}, but the planner assumes {format_nbytes(row.memory)} for {row.name}"
         )
     return row.name
 

@@ -118,7 +118,6 @@ def _profiler(handler: Any) -> torch.profiler.profile:
     except (ValueError, TypeError, AssertionError) as error:
         options = f"activities = {handler.activities}, schedule_option = {handler.schedule_option}"
         raise ConfigError(
-            f"profile: {options}: {error}",
-            hint="use options of torch.profiler, for example {'wait': 1}",
+            f"profile: {options}: {error}", hint="use options of torch.profiler, for example {'wait': 1}"
         ) from None
     return profiler

@@ -27,13 +27,7 @@ from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.catalog import latest_checkpoint
 from fullshard.checkpoint.collect import LoadArguments, SaveArguments
 from fullshard.checkpoint.export import export_hf
-from fullshard.checkpoint.format import (
-    MANIFEST_NAME,
-    is_for_others,
-    part_name,
-    part_paths,
-    read_manifest,
-)
+from fullshard.checkpoint.format import MANIFEST_NAME, is_for_others, part_name, part_paths, read_manifest
 from fullshard.checkpoint.full_state import full_state_dict
 from fullshard.checkpoint.lease import hold_folder
 from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint

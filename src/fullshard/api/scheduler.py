@@ -26,12 +26,7 @@ class AcceleratedScheduler:
     """
 
     def __init__(
-        self,
-        scheduler: Any,
-        *,
-        optimizers: Sequence[AcceleratedOptimizer],
-        with_optimizer: bool = True,
-        steps: int = 1,
+        self, scheduler: Any, *, optimizers: Sequence[AcceleratedOptimizer], with_optimizer: bool = True, steps: int = 1
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = optimizers

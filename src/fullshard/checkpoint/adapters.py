@@ -126,8 +126,7 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
     def read(directory: Path, adapter: object) -> Any:
         if not (directory / "adapter_config.json").is_file():
             raise CheckpointError(
-                f"{directory} does not contain an adapter",
-                hint=f"use a directory that holds the adapter {adapter!r}",
+                f"{directory} does not contain an adapter", hint=f"use a directory that holds the adapter {adapter!r}"
             )
         return peft.load_peft_weights(str(directory), device="cpu")
 

@@ -89,7 +89,7 @@ def _source(name: str, stored: Mapping[str, TensorSource], key: str, form: str |
             raise CheckpointError(
                 f"{nested.where}: {name}.nested_absmax has {nested.numel} scales for blocks of "
                 f"{state.nested_blocksize}, expected {-(-scales // FORMS['int8'].block)} for blocks of "
-                f"{FORMS['int8'].block}",
+                f"{FORMS['int8'].block}"
             )
         _check_table(second, bitsandbytes().create_dynamic_map(), f"{name}.nested_quant_map")
         double = FORMS[f"{state.quant_type}-double"]

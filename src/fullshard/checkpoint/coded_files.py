@@ -158,7 +158,7 @@ def _mxfp4(stored: _Sources, _quantisation: Any) -> dict[str, TensorSource]:
             if blocks.shape != (*scales.shape, 16) or len(scales.shape) < 3:
                 raise CheckpointError(
                     f"{blocks.where}: {name}_blocks has shape {blocks.shape} and {name}_scales has shape "
-                    f"{scales.shape}, expected (..., rows, blocks, 16) and (..., rows, blocks)",
+                    f"{scales.shape}, expected (..., rows, blocks, 16) and (..., rows, blocks)"
                 )
             *others, rows, per_row = scales.shape
             found[name] = coded_source(
@@ -177,7 +177,7 @@ def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
             if codes.dtype is not torch.float8_e4m3fn:
                 raise CheckpointError(
                     f"{codes.where}: {name} has dtype {codes.dtype}, but {key} exists, so torch.float8_e4m3fn was "
-                    "expected",
+                    "expected"
                 )
             found[name] = _fp8_source(name, codes, source, block)
         elif source.dtype in _FLOATS_OF_8_BITS:
@@ -195,7 +195,7 @@ def _fp8_source(name: str, codes: TensorSource, scales: TensorSource, block: Seq
     if scales.numel != math.prod(grid) or (block is not None and scales.shape != grid):
         raise CheckpointError(
             f"{scales.where}: {name} has shape {codes.shape} and {name}_scale_inv has shape {scales.shape}, expected "
-            f"{grid} for blocks of {height} x {width}",
+            f"{grid} for blocks of {height} x {width}"
         )
     # The length of runs of consecutive elements that share a scale, in any row and block.
     run = math.gcd(columns, width, CPU_PIECE_NUMEL)

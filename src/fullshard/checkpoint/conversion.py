@@ -102,7 +102,7 @@ class Group:
         except (KeyError, ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{outline.title}: Transformers' rule for {self.first} ({self.rule.operations}) cannot convert "
-                f"{', '.join(name for _, name in self.takes[:8])}: {error}",
+                f"{', '.join(name for _, name in self.takes[:8])}: {error}"
             ) from error
         single = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
         return {_renamed(name, self.renamings): tensor for name, tensor in single.items()}

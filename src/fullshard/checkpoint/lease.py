@@ -109,8 +109,7 @@ def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
             own.write_bytes(_new())
         except FileNotFoundError as error:
             raise ConfigError(
-                f"{path.parent} cannot be written to: {error}",
-                hint="check that the bucket exists",
+                f"{path.parent} cannot be written to: {error}", hint="check that the bucket exists"
             ) from None
         _HELD[path] = own
         at_exit(let_go)
@@ -162,8 +161,7 @@ def _in_use(path: Location) -> ConfigError:
     seconds = f" {max(0.0, time.time() - since):.0f} s ago" if isinstance(since, int | float) else ""
     name = path.name.partition(LEASE_NAME)[0].removeprefix(".")
     return ConfigError(
-        f"{path.parent / name} is in use: {who} reserved it{seconds}",
-        hint="use another folder, or end that job",
+        f"{path.parent / name} is in use: {who} reserved it{seconds}", hint="use another folder, or end that job"
     )
 
 

@@ -205,8 +205,7 @@ def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a forked pro
         raise ConfigError(f"{url}: {error}", hint="install the package, or use a path") from None
     except ValueError as error:
         raise ConfigError(
-            f"{url}: {error}",
-            hint="use a scheme that fsspec supports, such as s3, gs, az, hf or memory",
+            f"{url}: {error}", hint="use a scheme that fsspec supports, such as s3, gs, az, hf or memory"
         ) from None
 
 

@@ -195,8 +195,7 @@ class Ranks:
         except CommunicationError as error:
             why = PROGRESS.watcher.reason(error.__cause__) if isinstance(error.__cause__, RuntimeError) else error
             raise CheckpointError(
-                f"lost the other ranks while {doing}: {why}",
-                hint="look at the log of the rank that stopped first",
+                f"lost the other ranks while {doing}: {why}", hint="look at the log of the rank that stopped first"
             ) from error
 
 

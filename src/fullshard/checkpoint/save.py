@@ -196,8 +196,7 @@ def prepare_save(
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
     if total_limit is not None and total_limit < 1:
         raise ConfigError(
-            f"total_limit is {total_limit}, which would keep no checkpoint",
-            hint="use 1 or more, or None to keep all",
+            f"total_limit is {total_limit}, which would keep no checkpoint", hint="use 1 or more, or None to keep all"
         )
     overwrite = arguments.get("overwrite", False)
     destination = Destination.of(model, path, overwrite=overwrite)

@@ -77,8 +77,7 @@ def refuse_file(path: Path) -> None:
     """Raise `CheckpointError` if `path` is a file. A checkpoint is a directory, so this is a file of the user's."""
     if path.is_file():
         raise CheckpointError(
-            f"{path} is a file, but a checkpoint is a directory",
-            hint="choose another name, or remove the file",
+            f"{path} is a file, but a checkpoint is a directory", hint="choose another name, or remove the file"
         )
 
 

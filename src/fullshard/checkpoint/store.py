@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.format import (
-    MANIFEST_NAME,
-    is_data_file,
-    is_part,
-    rank_file_name,
-    read_manifest,
-)
+from fullshard.checkpoint.format import MANIFEST_NAME, is_data_file, is_part, rank_file_name, read_manifest
 from fullshard.checkpoint.lease import hold_name, holds, let_go_of
 from fullshard.checkpoint.objects import Location, ObjectPath
 from fullshard.checkpoint.stamps import note_stamps_in
@@ -82,8 +76,7 @@ class ObjectStore(Store):
         final = self.final
         if len(final.parts) < 3:
             raise CheckpointError(
-                f"{final} is a bucket, but a checkpoint needs a directory",
-                hint=f"use a directory in it: {final}/NAME",
+                f"{final} is a bucket, but a checkpoint needs a directory", hint=f"use a directory in it: {final}/NAME"
             )
         self._is_claimed = hold_name(final)
         try:
@@ -133,8 +126,7 @@ class ObjectStore(Store):
                 path.write_bytes(manifest)
             elif not path.create(manifest):
                 raise CheckpointError(
-                    f"another job saved {self.final} in the meantime",
-                    hint="use a different name for each job",
+                    f"another job saved {self.final} in the meantime", hint="use a different name for each job"
                 )
         except StoreError:
             self._is_unsure = True  # perhaps only the response was lost; then the files must not be removed

@@ -160,8 +160,7 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
     for file, keys in sorted(indexed_files(path).items()):
         if not file.is_file():
             raise CheckpointError(
-                f"{path} lists {file.name}, but this file does not exist",
-                hint="download or copy it again",
+                f"{path} lists {file.name}, but this file does not exist", hint="download or copy it again"
             )
         tensors = dict(tensors_of(file))
         for key in keys:

@@ -217,8 +217,7 @@ def import_(
     """
     if optimizer is not None and no_optimizer:
         raise ConfigError(
-            "--optimizer has no effect with --no-optimizer, which omits the optimizer",
-            hint="use only one of the two",
+            "--optimizer has no effect with --no-optimizer, which omits the optimizer", hint="use only one of the two"
         )
     from fullshard.checkpoint.shards import parse_dtype
 

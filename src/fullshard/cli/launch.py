@@ -117,8 +117,7 @@ def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
         count = 0
     if count < 1:
         raise ConfigError(
-            f"{origin}: expected a number, auto, gpu or cpu, got {text!r}",
-            hint="use a number, for example 8",
+            f"{origin}: expected a number, auto, gpu or cpu, got {text!r}", hint="use a number, for example 8"
         )
     yield Setting("launch.num_processes", count * hosts, origin, "nproc_per_node")
 

@@ -41,8 +41,7 @@ Model = Annotated[
     ),
 ]
 Devices = Annotated[
-    str | None,
-    typer.Option("--devices", "-d", help="Number and kind: 8xH100, 1024xA100-80, 2xCPU", show_default=False),
+    str | None, typer.Option("--devices", "-d", help="Number and kind: 8xH100, 1024xA100-80, 2xCPU", show_default=False)
 ]
 Config = Annotated[
     Path | None,
@@ -105,8 +104,7 @@ def plan(
 
     if overwrite and write is None and calibrate is None:
         raise ConfigError(
-            "--overwrite has no effect without --write",
-            hint="set the file to write with --write FILE.yaml",
+            "--overwrite has no effect without --write", hint="set the file to write with --write FILE.yaml"
         )
     if calibrate is not None:
         _calibrate(calibrate, overwrite=overwrite)
@@ -170,19 +168,14 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
 
 
 def _question(
-    given: dict[str, Any],
-    devices: str | None,
-    hosts: int | None,
-    config: Path | None,
-    host_memory: int | None = None,
+    given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None, host_memory: int | None = None
 ) -> tuple[Job, Cluster, list[str]]:
     """Return the job, the cluster, and notes for the user. Flags take precedence over the configuration file."""
     from fullshard.plan.hardware import parse_cluster, split_devices
 
     if devices is None:
         raise ConfigError(
-            "the option --devices is required",
-            hint="pass the number and type of devices, for example --devices 8xH100",
+            "the option --devices is required", hint="pass the number and type of devices, for example --devices 8xH100"
         )
     if config is None:
         return Job.of(given), parse_cluster(devices, hosts, host_memory), []
@@ -266,8 +259,7 @@ def _write(plan: Plan, path: Path, planned: Path | None, model: str, devices: st
 
     if not plan.fits:
         raise ConfigError(
-            f"{path} was not written because the plan {plan.verdict}",
-            hint="change the plan, or use --auto",
+            f"{path} was not written because the plan {plan.verdict}", hint="change the plan, or use --auto"
         )
     settings = {} if planned is None else resolve([load_file(planned)]).settings
     kept = {name: setting.value for name, setting in settings.items()}
@@ -279,13 +271,11 @@ def _write(plan: Plan, path: Path, planned: Path | None, model: str, devices: st
 def _calibrate(path: Path, *, overwrite: bool) -> None:
     if path.suffix != ".json":
         raise ConfigError(
-            f"the calibration file {path} does not have the suffix .json",
-            hint="use a file name that ends in .json",
+            f"the calibration file {path} does not have the suffix .json", hint="use a file name that ends in .json"
         )
     if path.exists() and not overwrite and b"memory_bandwidth" not in read_bytes(path):
         raise ConfigError(
-            f"{path} exists but is not a calibration file",
-            hint="choose another file, or add --overwrite",
+            f"{path} exists but is not a calibration file", hint="choose another file, or add --overwrite"
         )
     from fullshard.api.calibration import calibrate
 

@@ -32,8 +32,7 @@ def rehearse(
         int | None, typer.Option(min=1, help="End the script after this many steps", show_default="when it ends")
     ] = None,
     links: Annotated[
-        str | None,
-        typer.Option(help="free, or a device whose links carry the messages", show_default="those of --as"),
+        str | None, typer.Option(help="free, or a device whose links carry the messages", show_default="those of --as")
     ] = None,
     compare: Annotated[Literal["torch"] | None, typer.Option(help="Run it on torch's engine, too")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw FILE.svg, .png or .pdf", parser=file_word)] = None,

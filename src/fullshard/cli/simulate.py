@@ -60,8 +60,7 @@ def simulate(
         raise ConfigError("--devices and --attention require a step in virtual time", hint="add --timeline")
     if timeline is None and world_size is None:
         raise ConfigError(
-            "the option --world-size is required",
-            hint="use --world-size, or use --devices with --timeline",
+            "the option --world-size is required", hint="use --world-size, or use --devices with --timeline"
         )
     if timeline is not None and devices is None:
         raise ConfigError("--timeline requires --devices", hint="add the devices, for example --devices 64xH100")

@@ -221,8 +221,7 @@ CLUSTER_KEYS = (
     *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
     *refused("Intel's extension for PyTorch is not used", "ipex_config", "use_xpu"),
     *refused(
-        "it stores float32 as bfloat16, including weights; mixed_precision: bf16 keeps float32 weights",
-        "downcast_bf16",
+        "it stores float32 as bfloat16, including weights; mixed_precision: bf16 keeps float32 weights", "downcast_bf16"
     ),
     *refused(
         ON_EACH_HOST, *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "command_file", "commands")

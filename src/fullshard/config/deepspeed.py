@@ -58,8 +58,7 @@ def _mode(mode: str) -> Any:
 def _loss_scale(value: Any) -> Settings:
     if values.number(value) != 0:
         raise ConfigError(
-            f"a constant loss scale of {value} is not supported",
-            hint="use 0, which selects a dynamic scale",
+            f"a constant loss scale of {value} is not supported", hint="use 0, which selects a dynamic scale"
         )
     return {}
 
@@ -102,8 +101,7 @@ def _off(because: str, *names: str) -> tuple[Key, ...]:
             enabled = any(values.boolean(flag) for flag in flags) if flags else bool(value)
         if enabled not in (False, None, {}, []):
             raise ConfigError(
-                f"the feature is not supported: {because}",
-                hint="remove the section, or set enabled: false in it",
+                f"the feature is not supported: {because}", hint="remove the section, or set enabled: false in it"
             )
         return {}
 
@@ -239,8 +237,7 @@ _ACTIVATIONS = Dialect(
     ),
 )
 _DTYPES = Dialect(
-    "data_types",
-    (*no_effect("gradients are accumulated in float32, the dtype of main weights", "grad_accum_dtype"),),
+    "data_types", (*no_effect("gradients are accumulated in float32, the dtype of main weights", "grad_accum_dtype"),)
 )
 _REPORTS = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler")
 _DIVISIONS = ("elasticity", "tensor_parallel", "pipeline", "sparse_attention", "hybrid_engine")

@@ -36,8 +36,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
         text = data.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except FileNotFoundError:
         raise ConfigError(
-            f"the configuration file {path} does not exist",
-            hint=f"check the files in {path.parent}",
+            f"the configuration file {path} does not exist", hint=f"check the files in {path.parent}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", hint="use a UTF-8 text file") from None
@@ -66,8 +65,7 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
         return _entries(content, name, itertools.count(1))
     got = "nothing" if content is None else "a list" if isinstance(content, list) else "a single value"
     raise ConfigError(
-        f"{name}:1:1: expected `key: value` lines, got {got}",
-        hint="use `fullshard config default` to write an example",
+        f"{name}:1:1: expected `key: value` lines, got {got}", hint="use `fullshard config default` to write an example"
     )
 
 
@@ -84,8 +82,7 @@ def _entries(mapping: Any, name: str, values: Iterator[int]) -> tuple[Entry, ...
 def _value(value: Any, name: str, values: Iterator[int]) -> Any:
     if next(values) > _MAX_VALUES:
         raise ConfigError(
-            f"{name}: the file has more than {_MAX_VALUES} values",
-            hint="check the aliases (*name) in the file",
+            f"{name}: the file has more than {_MAX_VALUES} values", hint="check the aliases (*name) in the file"
         )
     if isinstance(value, Mapping):
         return _entries(value, name, values)

@@ -40,8 +40,7 @@ def _min_num_params(value: Any) -> Settings | str:
 def _strategy(value: Any) -> Settings:
     if isinstance(value, bool):
         raise ConfigError(
-            f"expected the name or number of a strategy, got {value!r}",
-            hint="use a strategy, for example FULL_SHARD",
+            f"expected the name or number of a strategy, got {value!r}", hint="use a strategy, for example FULL_SHARD"
         )
     return {"sharding.strategy": parse_strategy(value).name}
 
@@ -90,10 +89,7 @@ FSDP_KEYS = (
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
     ),
     Key(
-        "fsdp_min_num_params",
-        target="sharding.wrap_min_numel",
-        read=_min_num_params,
-        spellings=("fsdp_min_num_param",),
+        "fsdp_min_num_params", target="sharding.wrap_min_numel", read=_min_num_params, spellings=("fsdp_min_num_param",)
     ),
     Key(
         "fsdp_backward_prefetch",

@@ -139,8 +139,7 @@ class ComputeConfig(_ConfigGroup, path="config.compute"):
     bf16: Annotated[bool, _sets(_MODE, lambda on: {_MODE: "bf16"} if on else {})] = False
     """Compute in bfloat16."""
     acc_scaled_dot_attn: Annotated[
-        bool,
-        _no_effect("torch's scaled_dot_product_attention is not replaced, because it chooses the fastest kernel"),
+        bool, _no_effect("torch's scaled_dot_product_attention is not replaced, because it chooses the fastest kernel")
     ] = False
     disable_kernel_patches: Annotated[bool, _no_effect("kernels are never patched")] = False
 

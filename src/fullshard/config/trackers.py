@@ -27,6 +27,5 @@ def require_trackers(names: Iterable[str], said: str) -> None:
         package, extra = PACKAGES.get(name, (None, ""))
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{said}: the tracker {name!r} is not installed",
-                hint=f"pip install 'fullshard[{extra}]'",
+                f"{said}: the tracker {name!r} is not installed", hint=f"pip install 'fullshard[{extra}]'"
             )

@@ -54,7 +54,7 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         raise ConfigError(
             f"the environment variables are inconsistent: RANK={rank}, WORLD_SIZE={world_size}, "
-            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}",
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}"
         )
     return RankEnvironment(rank, world_size, local_rank, local_world_size, launched=True)
 

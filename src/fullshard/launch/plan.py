@@ -245,6 +245,5 @@ def script_exists(line: CommandLine) -> None:
         raise ConfigError(f"the script {line.target} does not exist", hint=hint)
     if line.kind == "script" and path.is_dir() and not (path / "__main__.py").is_file():
         raise ConfigError(
-            f"the directory {line.target} does not contain a __main__.py",
-            hint="pass the path of a script",
+            f"the directory {line.target} does not contain a __main__.py", hint="pass the path of a script"
         )

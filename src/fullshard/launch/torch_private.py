@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": frozenset(
         {"_exit_barrier", "_monitor_workers", "_restart_workers", "_shutdown", "_start_workers", "_stop_workers"}
-    ),
+    )
 }
 """Methods of torch's agent that fullshard overrides to end workers promptly. If torch renamed a method, the override
 would no longer be called. Since torch 2.0."""

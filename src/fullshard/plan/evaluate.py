@@ -234,12 +234,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     is_cpu = cluster.device.is_cpu
     on_host = job.on_host if cluster.device.can_offload else Offload()
     layout = lay_out(
-        trained,
-        strategy=job.row,
-        world_size=world_size,
-        shard_size=shard_size,
-        dtypes=job.dtypes,
-        offload=on_host,
+        trained, strategy=job.row, world_size=world_size, shard_size=shard_size, dtypes=job.dtypes, offload=on_host
     )
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job, cluster.device))

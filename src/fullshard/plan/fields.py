@@ -53,8 +53,7 @@ class Fields:
             if default is not None:
                 return default
             raise ConfigError(
-                f"{self.where}: the field {' or '.join(names)} is missing",
-                hint="use the model's complete config.json",
+                f"{self.where}: the field {' or '.join(names)} is missing", hint="use the model's complete config.json"
             )
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, kind) or (least is not None and value < least):

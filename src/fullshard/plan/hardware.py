@@ -189,8 +189,7 @@ def split_devices(text: str) -> tuple[int | None, str]:
         return None, text
     if text.isdecimal():
         raise ConfigError(
-            f"devices {text!r} is a number without a kind of device",
-            hint=f"add the kind, for example {text}xH100",
+            f"devices {text!r} is a number without a kind of device", hint=f"add the kind, for example {text}xH100"
         )
     turned = re.fullmatch(r"(\S.*?)\s*[x*:\N{MULTIPLICATION SIGN}]\s*([1-9]\d*)", text, re.IGNORECASE)
     if turned is not None and _key(turned[1]) in _names():
@@ -198,8 +197,7 @@ def split_devices(text: str) -> tuple[int | None, str]:
     match = re.fullmatch(r"(?:(\d+)(?:\s*[x*\N{MULTIPLICATION SIGN}]\s*|\s+|(?=[^\W\d])))?(\S.*)", text, re.IGNORECASE)
     if match is None or match[1] == "0":
         raise ConfigError(
-            f"devices must be a number and a kind of device, got {text!r}",
-            hint="use a value such as 8xH100",
+            f"devices must be a number and a kind of device, got {text!r}", hint="use a value such as 8xH100"
         )
     return None if match[1] is None else int(match[1]), match[2]
 
@@ -220,8 +218,7 @@ def parse_cluster(text: str, hosts: int | None = None, host_memory: int | None =
         )
     if host_memory is not None and not device.can_offload:
         raise ConfigError(
-            f"the memory of a host cannot be set for {device.name}, which computes in it",
-            hint="remove --host-memory",
+            f"the memory of a host cannot be set for {device.name}, which computes in it", hint="remove --host-memory"
         )
     if host_memory is not None:
         device = dataclasses.replace(device, host_memory=host_memory)
@@ -247,8 +244,7 @@ def read_calibration(path: Path) -> Device:
         device = Device(**read_object(path))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path} is not a calibration file: {error}",
-            hint="create one with fullshard plan --calibrate",
+            f"{path} is not a calibration file: {error}", hint="create one with fullshard plan --calibrate"
         ) from None
     needed = ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
     wrong = [name for name in needed if not _is_finite(getattr(device, name)) or getattr(device, name) <= 0]

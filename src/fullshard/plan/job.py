@@ -175,13 +175,11 @@ class Job(View):
         }
         if self.tp > 1 and (wrong := [name for name, is_there in besides.items() if is_there]):
             raise ConfigError(
-                f"the planner does not support tp together with {wrong[0]}",
-                hint="remove one of the two settings",
+                f"the planner does not support tp together with {wrong[0]}", hint="remove one of the two settings"
             )
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError(
-                "qlora computes in half precision, but base_dtype is float32",
-                hint="set base_dtype to bfloat16",
+                "qlora computes in half precision, but base_dtype is float32", hint="set base_dtype to bfloat16"
             )
 
     def _check_parts(self) -> None:
@@ -201,8 +199,7 @@ class Job(View):
         besides = {"tp": self.tp > 1, f"optimizer {self.optimizer}": self.planned_optimizer.matrix is not None}
         if self.ep > 1 and (wrong := [name for name, is_there in besides.items() if is_there]):
             raise ConfigError(
-                f"the planner does not support ep together with {wrong[0]}",
-                hint="remove one of the two settings",
+                f"the planner does not support ep together with {wrong[0]}", hint="remove one of the two settings"
             )
         if self.ep == 1 and self.ep_imbalance != BALANCE:
             raise ConfigError("ep_imbalance requires ep", hint="add ep, or remove ep_imbalance")

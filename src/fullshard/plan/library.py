@@ -81,8 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
         return read_object(path)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{path}:{error.lineno}:{error.colno}: the file is not valid JSON: {error.msg}",
-            hint="correct the file",
+            f"{path}:{error.lineno}:{error.colno}: the file is not valid JSON: {error.msg}", hint="correct the file"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: the file cannot be read: {error}") from None

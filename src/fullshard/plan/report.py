@@ -165,8 +165,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "count elements=numel over_mean sent=sent_nbytes replicated=replicated_nbytes owned=owned_nbytes",
         ),
         "time": _picked(
-            plan.time,
-            "step=total compute exposed copies optimizer communication tokens_per_second mfu mfu_unmasked",
+            plan.time, "step=total compute exposed copies optimizer communication tokens_per_second mfu mfu_unmasked"
         ),
         "changes": [{"change": c.words, "needed": c.plan.memory.needed, "time_factor": c.cost} for c in changes],
         "notes": [*notes, *notes_of(plan)],

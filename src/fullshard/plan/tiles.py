@@ -39,8 +39,7 @@ def tiled(model: ModelShape, parts: int) -> ModelShape:
     if model.tied or not all(_is_cut(unit) for unit in model.units if unit.block is not None):
         why = "its head is its embedding" if model.tied else "its layers are not Llama's"
         raise ConfigError(
-            f"the planner does not support tensor parallelism for {model.name}, because {why}",
-            hint="remove tp",
+            f"the planner does not support tensor parallelism for {model.name}, because {why}", hint="remove tp"
         )
     cut = model.map(lambda unit, p: [_tile(p, parts)])
     units = [

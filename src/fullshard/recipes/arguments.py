@@ -146,7 +146,7 @@ class TrainArguments(View):
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
                 "--loss-chunk cannot be used with --compile and --wrap none: the head would be part of the compiled "
-                "graph",
+                "graph"
             )
         if self.ema_decay is not None and self.check_plan:
             raise ConfigError(

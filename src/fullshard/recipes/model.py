@@ -40,8 +40,7 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         raise ConfigError(
-            f"--seq-len {seq_len} is more than the {positions} positions of {name}",
-            hint=f"use at most {positions}",
+            f"--seq-len {seq_len} is more than the {positions} positions of {name}", hint=f"use at most {positions}"
         )
     path = Path(source or "config.json")
     if source is not None and (weights_file(path) is not None if path.is_dir() else not path.exists()):

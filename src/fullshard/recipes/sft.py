@@ -75,8 +75,7 @@ def run(arguments: SFTArguments) -> Any:
                 why = f"{type(error).__name__}: {cut(str(error), 300)}"
                 hint = f"push it later with: hf upload {training.hub_model_id or 'USER/NAME'} {output}"
                 raise HubError(
-                    f"the model is saved in full in {output}, but pushing it to the hub failed: {why}",
-                    hint=hint,
+                    f"the model is saved in full in {output}, but pushing it to the hub failed: {why}", hint=hint
                 ) from error
         return trainer
 

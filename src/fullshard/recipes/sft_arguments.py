@@ -82,7 +82,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
         near = closest(rest[0], [action.dest for action in parser._actions]) if rest[0].startswith("--") else None
         parser.error(
             f"unknown argument {rest[0]}; "
-            + (f"did you mean --{near}?" if near else "`fullshard sft --help` lists all arguments"),
+            + (f"did you mean --{near}?" if near else "`fullshard sft --help` lists all arguments")
         )
     arguments = SFTArguments(*groups)
     script, own, training, model = arguments

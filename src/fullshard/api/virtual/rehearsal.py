@@ -127,14 +127,12 @@ def time_step(
     }
     if refused := [f"{name} = {getattr(job, name, True)}" for name, is_refused in untimed.items() if is_refused]:
         raise ConfigError(
-            f"virtual time does not support {', '.join(refused)}",
-            hint="remove them, or use fullshard plan",
+            f"virtual time does not support {', '.join(refused)}", hint="remove them, or use fullshard plan"
         )
     check_axes(job)
     if cluster.device.is_cpu:
         raise ConfigError(
-            "virtual time does not support CPUs",
-            hint="use fullshard plan --calibrate, or select an accelerator",
+            "virtual time does not support CPUs", hint="use fullshard plan --calibrate, or select an accelerator"
         )
     check_rank(rank, cluster.count)
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)

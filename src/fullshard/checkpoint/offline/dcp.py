@@ -100,9 +100,7 @@ def open_dcp(
     return Source(title, path, contents, read)
 
 
-def _split(
-    entries: Sequence[StoredObject],
-) -> tuple[dict[str, StoredObject], dict[_Path, StoredObject], list[str]]:
+def _split(entries: Sequence[StoredObject]) -> tuple[dict[str, StoredObject], dict[_Path, StoredObject], list[str]]:
     """Split entries into the model's by name, the optimizer's by path below the optimizer, and the names of others."""
 
     def below(prefix: tuple[str, ...]) -> list[StoredObject]:
@@ -174,7 +172,7 @@ def _value(stored: StoredObject) -> Any:
     if box.nbytes > _MAX_VALUE_NBYTES:
         raise CheckpointError(
             f"{stored.directory / box.file} ({stored.name}) holds a Python value of {box.nbytes} bytes, which is too "
-            "large",
+            "large"
         )
     return _read_box(stored, box)[1]
 

@@ -183,8 +183,7 @@ def _open_adapter(directory: Path) -> Source:
         if (place / MANIFEST_NAME).is_file():
             return open_native(place)
     raise CheckpointError(
-        f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint",
-        hint="use the adapter's directory",
+        f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint", hint="use the adapter's directory"
     )
 
 

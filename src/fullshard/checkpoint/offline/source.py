@@ -144,8 +144,7 @@ def require_values(source: Source, hint: str | None = None) -> dict[str, TensorR
     absent = [name for name, record in records.items() if not record.is_stored]
     if absent:
         raise CheckpointError(
-            f"{source.path} does not hold the values of {len(absent)} tensors; the first is {absent[0]!r}",
-            hint=hint,
+            f"{source.path} does not hold the values of {len(absent)} tensors; the first is {absent[0]!r}", hint=hint
         )
     return records
 
@@ -216,6 +215,6 @@ def plain_names(named: Mapping[str, T]) -> dict[str, T]:
     if len(plain) != len(named):
         raise CheckpointError(
             f"{len(named)} names map to only {len(plain)} distinct names once the prefixes of wrappers are removed, "
-            "so some names collide",
+            "so some names collide"
         )
     return plain

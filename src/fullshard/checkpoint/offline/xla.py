@@ -86,7 +86,7 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
         if len(dict(pairs)) < len(pairs):
             raise CheckpointError(
                 f"{path} holds {len(pairs)} parameters, but they map to only {len(dict(pairs))} distinct names, so "
-                "some names collide",
+                "some names collide"
             )
         return dict(pairs)
 
@@ -118,7 +118,7 @@ def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tupl
     if not is_whole or [math.prod(s) for s in shapes] != list(numels) or len({p.dtype for p in parts}) > 1:
         raise CheckpointError(
             f"{path}: {name} has {math.prod(size)} elements, but its shards have {[part.numel() for part in parts]} "
-            f"and the parameters in it {list(numels)}",
+            f"and the parameters in it {list(numels)}"
         )
     for member, shape, end in zip(names, shapes, itertools.accumulate(numels), strict=True):
         yield f"{unit}.{member}" if unit else member, Pieces(tuple(shape), parts, end - math.prod(shape))

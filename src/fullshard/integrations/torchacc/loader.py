@@ -64,8 +64,7 @@ class AsyncLoader:
         self.buckets = _bucket_lengths(buckets, max_length, 8 if num_buckets is None else num_buckets)
         if self.buckets is None and pad_value_dict is not None:
             raise ConfigError(
-                "pad_value_dict has no effect without buckets or max_length",
-                hint="set buckets or max_length",
+                "pad_value_dict has no effect without buckets or max_length", hint="set buckets or max_length"
             )
         self._padding = pad_value_dict
 
@@ -120,8 +119,7 @@ def _bucket_lengths(buckets: list[int] | None, max_length: int | None, num_bucke
         return None
     if not buckets or buckets != sorted(set(buckets)) or buckets[0] < 1:
         raise ConfigError(
-            f"buckets must be positive and ascending, got {buckets!r}",
-            hint="pass a list such as [128, 256, 512]",
+            f"buckets must be positive and ascending, got {buckets!r}", hint="pass a list such as [128, 256, 512]"
         )
     return list(buckets)
 

@@ -499,8 +499,5 @@ def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | No
 def _unreadable(directory: Path) -> CheckpointError:
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     if any(name.startswith("pytorch_model_fsdp") for name in names):
-        return CheckpointError(
-            f"{directory} was saved by Accelerate",
-            hint="convert it with `fullshard ckpt import`",
-        )
+        return CheckpointError(f"{directory} was saved by Accelerate", hint="convert it with `fullshard ckpt import`")
     return CheckpointError(f"{directory} does not contain weights; it contains {', '.join(names[:8]) or 'nothing'}")

@@ -203,8 +203,7 @@ def _mesh(shard_size: int | None) -> Any:
 
     if runtime.process_count() > 1:
         raise ConfigError(
-            "PyTorch/XLA runs in several processes",
-            hint="start a single process, which drives all devices",
+            "PyTorch/XLA runs in several processes", hint="start a single process, which drives all devices"
         )
     runtime.use_spmd()
     count = runtime.global_runtime_device_count()
@@ -224,8 +223,7 @@ def _units(model: nn.Module, settings: XlaSettings) -> list[nn.Module]:
     present = {type(module).__name__ for module in model.modules()}
     if missing := [name for name in settings.wrap_classes if name not in present]:
         raise WrapError(
-            f"{type(model).__name__} has no module of class {missing[0]!r}",
-            hint=f"use one of {sorted(present)}",
+            f"{type(model).__name__} has no module of class {missing[0]!r}", hint=f"use one of {sorted(present)}"
         )
     return [m for m in reversed(list(model.modules())) if type(m).__name__ in names and m is not model]
 

@@ -72,15 +72,13 @@ class XlaSettings:
         if compute not in ("no", "bf16", "float32", "bfloat16"):
             origin = found.origin("precision.mode" if precision.mode != "no" else "precision.param_dtype")
             raise ConfigError(
-                f"{origin}: {compute} is not supported: TPUs compute in bfloat16 or float32",
-                hint="use bf16",
+                f"{origin}: {compute} is not supported: TPUs compute in bfloat16 or float32", hint="use bf16"
             )
         size = 1 if sharding.strategy == "NO_SHARD" else sharding.shard_size
         if sharding.strategy in _REPLICATES and size is None:
             origin = found.origin("sharding.strategy")
             raise ConfigError(
-                f"{origin}: {sharding.strategy} requires the size of a shard group",
-                hint="set shard_size",
+                f"{origin}: {sharding.strategy} requires the size of a shard group", hint="set shard_size"
             )
         return cls(
             shard_size=size,

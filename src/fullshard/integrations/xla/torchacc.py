@@ -71,5 +71,5 @@ mark_step = sync
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
         f"fullshard.torchacc has no {name!r} when training with PyTorch/XLA (torch {torch.__version__}); use "
-        "fullshard.integrations.xla to save and load",
+        "fullshard.integrations.xla to save and load"
     )
