@@ -207,7 +207,18 @@ def test_a_step_with_muon_costs_little_more() -> None:
 
 
 def test_plan_prints_the_balance() -> None:
-    words = ["plan", "--model", "Llama-3.1-8B", "--devices", "8xH100", "--optimizer", "muon", "--checkpointing", "full"]
+    words = [
+        "plan",
+        "--model",
+        "Llama-3.1-8B",
+        "--devices",
+        "8xH100",
+        "--optimizer",
+        "muon",
+        "--details",
+        "--checkpointing",
+        "full",
+    ]
     done = fullshard(*words)
     assert "busiest computes 1.0" in re.sub(r"[\s│]+", " ", done.stdout)
     found = json.loads(fullshard(*words, "--json").stdout)["matrices"]
