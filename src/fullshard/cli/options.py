@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -64,6 +64,12 @@ def check_words(words: Iterable[str]) -> None:
             word.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"the argument {word!r} is not valid UTF-8", hint="rename the file") from None
+
+
+def given_settings(context: typer.Context, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the user wrote, without those that have their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in settings}
+    return {n: v for n, v in settings.items() if (source := sources[n]) is not None and source.name != "DEFAULT"}
 
 
 class RawCommand(TyperCommand):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import file_word, options_from, path_word, word
+from fullshard.cli.options import file_word, given_settings, options_from, path_word, word
 from fullshard.config.dialect import shown
 from fullshard.config.load import load_file
 from fullshard.config.resolve import Resolved, resolve
@@ -118,8 +118,7 @@ def plan(
         )
     part = MARGIN if margin is None else margin / 100
     described, notes = load_model(model)
-    sources = {name: context.get_parameter_source(name) for name in settings}
-    given = {n: v for n, v in settings.items() if (source := sources[n]) is not None and source.name != "DEFAULT"}
+    given = given_settings(context, settings)
     notes += _within_positions(described, given, settings["seq_len"])
     if str(given.get("strategy")).lower() == "auto":
         auto = True

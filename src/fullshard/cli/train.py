@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.cli.options import options_from, path_word
+from fullshard.cli.options import given_settings, options_from, path_word
 from fullshard.core.errors import ConfigError
 from fullshard.recipes.arguments import TrainArguments, read_recipe
 
@@ -44,8 +44,7 @@ def train(
     """
     is_launched = "RANK" in os.environ
     if recipe is not None:
-        sources = {name: context.get_parameter_source(name) for name in settings}
-        given = {n: v for n, v in settings.items() if (source := sources[n]) is not None and source.name != "DEFAULT"}
+        given = given_settings(context, settings)
         settings, config = read_recipe(recipe, given)
         if config.launch.num_machines > 1 and not is_launched:
             raise ConfigError(

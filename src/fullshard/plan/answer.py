@@ -21,7 +21,7 @@ WIDTH = 80
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """What a user asked of the planner, as words of the command line."""
+    """Hold a question to the planner: the options of the command line."""
 
     options: Mapping[str, Any]  # the options besides the job's, such as --model
     given: Mapping[str, Any]  # the fields of the job that the user set
