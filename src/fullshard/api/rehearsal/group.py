@@ -54,7 +54,9 @@ class Collective:
     def seconds(self, cluster: Cluster) -> tuple[float, float, float]:
         """Return the seconds that it takes on the links inside a host, between hosts, and as latency."""
         on_links = _LINKS.get(self.what, carried)
-        sent = on_links(self.times * self.nbytes, self.ranks, stride=self.stride, ranks_per_host=cluster.per_host)
+        # What a rank sends to itself in an exchange takes no link.
+        nbytes = self.nbytes * (1 - 1 / self.ranks) if on_links is exchanged else self.nbytes
+        sent = on_links(self.times * nbytes, self.ranks, stride=self.stride, ranks_per_host=cluster.per_host)
         hops = 1 if on_links is passed_on else steps(self.ranks, times=self.times)
         return *cluster.device.link_seconds(*sent), hops * STEP_LATENCY
 

@@ -20,7 +20,7 @@ class RehearsedMessages(GlooCollectives):
 
     def _messages(self, there: Sequence[torch.Tensor], here: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
         arriving = [part for rank, part in enumerate(here) if rank != self.rank]
-        return [self.group.carry("all-to-all", arriving, fill=lambda: repeat(arriving, there[self.rank]))]
+        return [self.group.carry("all-to-all", [*here], fill=lambda: repeat(arriving, there[self.rank]))]
 
 
 def messages_of(group: dist.ProcessGroup, device: torch.device) -> Candidate | str:
