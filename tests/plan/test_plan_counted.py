@@ -5,6 +5,7 @@ pytest tests/plan/test_plan_counted.py
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ def test_what_transformers_cannot_build_is_said(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="cannot build the model"):
         counted({**GRANITE, "hidden_size": "wide"}, where="config.json")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
+def test_a_library_that_a_model_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="requires the timm library\nhint: pip install timm"):
+        counted({"model_type": "gemma3n"}, where="config.json")
 
 
 def test_what_transformers_knows() -> None:

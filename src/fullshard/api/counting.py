@@ -22,7 +22,8 @@ from fullshard.plan.counted import written
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 _SEQUENCES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
-_CLASSES = ("AutoModelForCausalLM", *_SEQUENCES, "AutoModelForImageTextToText", "AutoModelForMaskedLM", "AutoModel")
+_PARTS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+_CLASSES = ("AutoModelForCausalLM", *_SEQUENCES, *_PARTS, "AutoModelForMaskedLM", "AutoModel")
 """If the configuration names no architecture, the first of these classes that supports its model type is planned."""
 
 
@@ -107,8 +108,9 @@ def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
 
 def _of_layer(unit: UnitShape, config: Any) -> Any:
     """Return the configuration of a unit's layer if layers differ (Gemma 4 has two head sizes), otherwise `config`."""
-    index, layers = unit.name.rpartition(".")[2], getattr(config, "per_layer_config", ())
-    return layers[int(index)] if index.isdecimal() and int(index) < len(layers) else config
+    index, layers = unit.name.rpartition(".")[2], getattr(config, "num_hidden_layers", 0)
+    is_there = hasattr(config, "per_layer_config") and index.isdecimal() and int(index) < layers
+    return config.per_layer_config[int(index)] if is_there else config
 
 
 def _window(unit: UnitShape, config: Any) -> int:

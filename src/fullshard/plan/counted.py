@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -66,10 +67,11 @@ def _count(question: str, where: str) -> str:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{where}: Transformers did not build the model within {_SECONDS} s") from None
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        lacks = re.search(r"\w+ requires the (\S+) library", done.stderr)
+        reason = lacks[0] if lacks else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(
             f"{where}: Transformers {version('transformers')} cannot build the model: {reason}",
-            hint="use the model's complete config.json",
+            hint=f"pip install {lacks[1]}" if lacks else "use the model's complete config.json",
         )
     return done.stdout
 
