@@ -62,10 +62,12 @@ if TYPE_CHECKING:
         fully_shard,
         meta_parameters,
         no_sync,
+        park,
         register_fsdp_forward_method,
         repoint,
         shard_model,
         share_comm_ctx,
+        unpark,
         unsharded,
     )
     from fullshard.features.chunked_loss import use_chunked_loss
@@ -101,6 +103,7 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "no_sync",
     "notebook_launcher",
     "optim",
+    "park",
     "plan",
     "plan_model",
     "quantize",
@@ -113,6 +116,7 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "skip_first_batches",
     "step_in_backward",
     "stream_weights",
+    "unpark",
     "unsharded",
     "use_chunked_loss",
 ]
@@ -120,8 +124,8 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
 _ENGINE = (
     "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
     "ShardedParameter", "ShardedTensor", "UnshardHandle", "clip_grad_norm_", "describe", "fully_shard",
-    "meta_parameters", "no_sync", "register_fsdp_forward_method", "repoint", "shard_model", "share_comm_ctx",
-    "unsharded",
+    "meta_parameters", "no_sync", "park", "register_fsdp_forward_method", "repoint", "shard_model", "share_comm_ctx",
+    "unpark", "unsharded",
 )  # fmt: skip
 _PACKAGES = ("optim", "plan")  # of which the second can be called
 _HOMES = {

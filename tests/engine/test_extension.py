@@ -17,7 +17,7 @@ from fullshard.features import FEATURES, fully_shard, units_of
 from fullshard.features.consistency import ConsistencyCheck
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard
-from fullshard.features.offload import ActivationOffload
+from fullshard.features.offload import ActivationOffload, Parking
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.watchdog import DesyncDetection
 from tests.distributed import run_ranks
@@ -149,11 +149,12 @@ def test_one_that_was_not_registered_is_not_found() -> None:
         Recorder.of(units_of(model)[0].schedule)
 
 
-def test_nobody_listens_to_most_moments() -> None:
+def test_only_parking_listens_to_a_gather() -> None:
+    """Each listener takes time of the host, in every unit twice a step."""
     model = nn.Linear(2, 2)
     fully_shard(model)
     extensions: Extensions = units_of(model)[0].schedule.extensions
-    assert extensions.before_gather == ()
+    assert [type(tell.__self__) for tell in extensions.before_gather] == [Parking]  # type: ignore[attr-defined]
     assert extensions.watch is not None
 
 

@@ -98,7 +98,13 @@ BEFORE: dict[str, list[str]] = {
         + OPTIMIZER,
         "",
     ],
-    "docs/memory.md": [LLAMA, "", "", SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n"],
+    "docs/memory.md": [
+        LLAMA,
+        "",
+        "",
+        SHARDED + "engine = types.SimpleNamespace(wake_up=int, sleep=int)\n",
+        SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n",
+    ],
     "docs/optimizers.md": [
         "",
         LLAMA

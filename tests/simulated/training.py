@@ -30,7 +30,9 @@ from fullshard.features import (
     clip_grad_norm_,
     keep_unsharded,
     no_sync,
+    park,
     shard_model,
+    unpark,
 )
 from fullshard.features.chunked_loss import chunked_cross_entropy
 from fullshard.features.offload import pages as activations
@@ -57,6 +59,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "parameters": ("all", "frozen", "tied", "unused", "adapters"),
     "optimizer": ("AdamW", "fused", "foreach", "SGD"),
     "loss": ("whole", "in chunks"),
+    "parked": ("never", "after steps", "within steps", "before backward", "but weights", "by to()"),
 }
 
 OTHERS: dict[str, tuple[Any, ...]] = {
@@ -67,6 +70,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "activations": ("kept", "on host", "checkpointed"),
     "parameters": ("all", "extended", "composed", "coded"),
     "optimizer": ("AdamW", "Muon", "on owners"),
+    "parked": ("never", "after steps", "within steps", "before backward", "but weights", "by to()"),
 }
 """In place of those: parameters that say how they are gathered, weights that are codes at rest, and optimizers of whole
 matrices, whose exchanges go on beside computing."""
@@ -87,6 +91,7 @@ class Case:
     parameters: str = "all"
     optimizer: str = "AdamW"
     loss: str = "whole"
+    parked: str = "never"
 
     @property
     def is_allowed(self) -> bool:
@@ -312,8 +317,12 @@ def train(case: Case, kind: str) -> list[torch.Tensor]:
             model.set_is_last_backward(last)
             with no_sync(model) if case.loop == "no_sync" and not last else contextlib.nullcontext():
                 loss = model(*batch(step, micro, place)) / count
+                if case.parked == "before backward":
+                    rest(case, model, optimizer, place)
                 (loss if scaler is None else scaler.scale(loss)).backward()
             found.append(loss.detach())
+            if case.parked == "within steps":
+                rest(case, model, optimizer, place)
         if case.loop != "in backward":
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -324,7 +333,22 @@ def train(case: Case, kind: str) -> list[torch.Tensor]:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
+        if case.parked != "never":
+            rest(case, model, optimizer, place)
     return [value.cpu() for value in (*found, *whole_parameters(model))]
+
+
+def rest(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, place: torch.device) -> None:
+    """Park the model and bring it back, with another use of the device in between."""
+    if case.parked == "by to()":
+        for there in (torch.device("cpu"), place):
+            model.to(there, non_blocking=True)
+            for state in optimizer.state.values() if case.offload in ("nothing", "optimizer state") else ():
+                state.update({key: value.to(there) for key, value in state.items() if isinstance(value, torch.Tensor)})
+        return
+    park(model, optimizer, keep="weights" if case.parked == "but weights" else None)
+    torch.ones(4096, device=place).neg_()  # overwrites what has lost its memory
+    unpark(model, optimizer)
 
 
 def change(case: Case, kind: str) -> list[torch.Tensor]:

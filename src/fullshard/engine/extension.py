@@ -72,6 +72,10 @@ class Extension:
     def absorbed(self, earlier: Extension) -> None:
         """Take over the state of `earlier`, the same extension of a model that is now part of this model."""
 
+    def moves(self, unit: Unit, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Move a unit if `function`, which `model.to(...)` applies to its tensors, does. Return whether it did."""
+        return False
+
     def before_first_use(self, *, in_forward: bool) -> None:
         """Run before the parameters of the model are first gathered, in its first forward or earlier."""
 

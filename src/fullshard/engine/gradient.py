@@ -67,6 +67,12 @@ class Gradient:
         return self.unsharded.is_kept or self._held is not None
 
     @property
+    def held(self) -> list[torch.Tensor]:
+        """Return the tensors that hold gradients between two backwards."""
+        found = (self.unsharded.full, self._held, self.main.tensor)
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
     def is_reducing(self) -> bool:
         """Return whether a reduction along the shard axis is in progress."""
         return self._reducing is not None

@@ -34,6 +34,7 @@ class UnshardedGradient:
         used: for each parameter, whether it got a gradient since the last publication, possibly under `no_sync`.
         is_kept: whether part of the gradient is from earlier backwards. It stays set if this backward reduces it.
         used_up_by: the name of an option that has used up the reduced gradient within this backward; otherwise empty.
+        full: the collected gradients, shape (F,); None if there are none.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
@@ -45,7 +46,7 @@ class UnshardedGradient:
         self.fired: set[int] = set()
         self.used = bytearray(len(spec.slots))
         self.is_kept, self.used_up_by = False, ""
-        self._full: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None
         plan, widens = spec.plan, spec.mesh.reduce.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
@@ -55,7 +56,7 @@ class UnshardedGradient:
     @property
     def exists(self) -> bool:
         """Return whether any gradient has been collected and not yet passed to a reduction."""
-        return self._full is not None
+        return self.full is not None
 
     @property
     def is_complete(self) -> bool:
@@ -99,7 +100,7 @@ class UnshardedGradient:
                 "arrived in a backward that had already consumed the gradient",
                 hint=f"do not use {self.used_up_by}, or do not share parameters between reentrant checkpoint segments",
             )
-        if self._full is None:
+        if self.full is None:
             self._begin()
             piece = self._fresh.pop(index)
         self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
@@ -128,7 +129,7 @@ class UnshardedGradient:
         if ids.count(self._storage_id) == len(ids):
             return
         for index, found in enumerate(ids):
-            is_filled = self._full is not None and index not in self._fresh
+            is_filled = self.full is not None and index not in self._fresh
             if found != self._storage_id and (index == failed or is_filled):
                 raise LifecycleError(
                     f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: forward assigned other "
@@ -138,12 +139,12 @@ class UnshardedGradient:
 
     def _begin(self) -> torch.Tensor:
         """Allocate `full` for the gradients, cut it into a piece per parameter, and set the gaps to zero."""
-        self._full = self._empty(self._first_dtype)
-        self._pieces, gaps = self._cut.apply(self._full)
+        self.full = self._empty(self._first_dtype)
+        self._pieces, gaps = self._cut.apply(self.full)
         for gap in gaps:
             gap.zero_()
         self._fresh = dict(enumerate(self._pieces))
-        return self._full
+        return self.full
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         mesh = self._spec.mesh
@@ -151,22 +152,22 @@ class UnshardedGradient:
 
     def _widen(self) -> None:
         """Cast the collected gradients to the dtype of the reduction, because more gradients will be added to them."""
-        if self._full is not None and self._full.dtype != self._spec.reduce_dtype:
-            self._full = self._empty(self._spec.reduce_dtype).copy_(self._full)
-            self._pieces, _ = self._cut.apply(self._full)
+        if self.full is not None and self.full.dtype != self._spec.reduce_dtype:
+            self.full = self._empty(self._spec.reduce_dtype).copy_(self.full)
+            self._pieces, _ = self._cut.apply(self.full)
             self._fresh = {index: self._pieces[index] for index in self._fresh}
 
     def hand_over(self) -> torch.Tensor:
         """Return `full`, shape (F,), with zeros for unused parameters. Gradients that arrive later get new memory."""
         self._check_data()
-        full = self._begin() if self._full is None else self._full  # unused on this rank, but perhaps not on another
+        full = self._begin() if self.full is None else self.full  # unused on this rank, but perhaps not on another
         for piece in self._fresh.values():
             piece.zero_()
         self._let_go()
         return full
 
     def _let_go(self) -> None:
-        self._full, self._pieces = None, ()
+        self.full, self._pieces = None, ()
         self._fresh.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:

@@ -27,7 +27,15 @@ from fullshard.features.local_optimizers import Bitsandbytes, Torchao
 from fullshard.features.matrices import MatrixAdapter
 from fullshard.features.meta_device import ConversionMethods, MetaDevice, meta_parameters, shard_model
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
-from fullshard.features.offload import ActivationOffload, CPUOffloadPolicy, OffloadPolicy, store_on_host
+from fullshard.features.offload import (
+    ActivationOffload,
+    CPUOffloadPolicy,
+    OffloadPolicy,
+    Parking,
+    park,
+    store_on_host,
+    unpark,
+)
 from fullshard.features.optimizer_checks import OptimizerCheck
 from fullshard.features.optimizer_state import install as keep_intervals_in_state_dicts
 from fullshard.features.optimizer_state import repoint
@@ -69,16 +77,27 @@ __all__ = [
     "keep_unsharded",
     "meta_parameters",
     "no_sync",
+    "park",
     "register_fsdp_forward_method",
     "repoint",
     "shard_model",
     "share_comm_ctx",
+    "unpark",
     "unsharded",
     "with_sync",
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
-    *(MetaDevice, TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, StopTogether),
+    *(
+        MetaDevice,
+        TorchCompat,
+        LateRegistration,
+        LateProtocol,
+        SubmoduleEntry,
+        ActivationOffload,
+        Parking,
+        StopTogether,
+    ),
     *(DesyncDetection, ConsistencyCheck, StepsInBackward, OptimizerCheck, NonFiniteGuard, KeptViews, StateDicts),
 )
 KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())

@@ -180,6 +180,11 @@ class EMA:
         self._check_model()
         return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
 
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return this rank's part of each average by parameter, in the form of an optimizer's state, for `park`."""
+        return {p: {"average": average} for p, average in zip(self._parameters, self._averages, strict=True)}
+
     def _check_model(self) -> None:
         refuse_pinned(units_of(self._model), "EMA", "leave `with unsharded(model)` first")
         names, parameters = _trained(self._model)

@@ -2,7 +2,8 @@
 
 Torch implements each of these calls as a function that is applied to every tensor. The engine applies the function to
 an empty tensor to find out what it does. If the dtype changes, the unit is cast. If a unit on the meta device moves to
-its own device, it is made real. A move to any other device is an error.
+its own device, it is made real. An extension can move a unit to the host and back (`Extension.moves`). Any other
+move is an error.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
     """Apply `fn` to the parameters of units. Return the specs of parameters that `fn` must not be applied to again."""
     # Keep the order of sharding, so that a unit that is real on one rank and on the meta device on another has
     # the same place in shared memory.
-    results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}
+    in_order = sorted(units, key=lambda unit: unit.made)
+    moved = [u for u in in_order if u.stand_ins is None and any(move(u, fn) for move in u.schedule.extensions.moves)]
+    results = {unit: _applied(unit, fn) for unit in in_order if unit not in moved}
     on_meta = [unit for unit in results if results[unit] == "real"]
     to_cast = [unit for unit in results if results[unit] == "cast"]
     for unit in to_cast:
@@ -55,7 +58,8 @@ def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
     for unit in on_meta:
         MetaDevice.of(unit.schedule).make_real(unit, is_filled=False)
     made = [p for unit in on_meta for _, p in unit.entries]
-    away = [b for unit in units if unit.stand_ins is None for b in unit.buckets if b.plan.main_is_on_host]
+    real = [unit for unit in units if unit.stand_ins is None]
+    away = [b for unit in real for b in unit.buckets if unit in moved or b.plan.main_is_on_host]
     return {parameter.spec for parameter in (*made, *(p for bucket in away for p in bucket.sharded_parameters))}
 
 

@@ -18,14 +18,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.device import has_streams
+from fullshard.engine.sharded_tensor import ShardedTensor
 
 LEAVING = 1
 """Maximum number of gradients that are on their way to the host. If there are more, computation waits for the oldest
@@ -175,6 +177,29 @@ class StorageView:
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return all bytes of a storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def show_in(views: Iterable[tuple[torch.Tensor, StorageView]], storage: torch.UntypedStorage) -> None:
+    """Make each tensor the view of `storage` that belongs to it. The tensors keep their identity."""
+    for tensor, view in views:
+        data = view.of_storage(storage)
+        if torch_private.may_hold(tensor, data):
+            tensor.data = data
+        else:  # for out-of-tree devices
+            version = tensor._version
+            torch.utils.swap_tensors(tensor, data)
+            torch_private.set_versions((tensor,), (version,))
+
+
+def plain_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a state value, also of tensor subclasses, but no scalars such as step counts."""
+    if isinstance(value, ShardedTensor):
+        yield value.local
+    elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor) and value.dim():
+        yield value
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,8 @@ from fullshard.core.offload import Offload
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.parameter import sharded_parameters
-from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.storage import Storage
-from fullshard.features.offload.host import Host, StorageView, bytes_of, host_of
+from fullshard.features.offload.host import Host, StorageView, bytes_of, host_of, plain_tensors, show_in
 from fullshard.wrap.partition import UnitPlan
 
 
@@ -36,7 +35,7 @@ def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host
     memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
     for parameter in sharded_parameters(optimizer):
         values = optimizer.state.get(parameter, {}).values() if parameter.bucket in visiting else ()
-        for tensor in itertools.chain.from_iterable(map(_plain_tensors, values)):
+        for tensor in itertools.chain.from_iterable(map(plain_tensors, values)):
             place = torch_private.storage_id(tensor.untyped_storage())
             memory.setdefault(place, (parameter.bucket, []))[1].append(tensor)
     moved: dict[Bucket, int] = {}
@@ -52,26 +51,11 @@ def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host
             bucket.owner.emit(way, moved[bucket], what="optimizer state", bucket=bucket.number)
 
 
-def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a state value, also of tensor subclasses, but no scalars such as step counts."""
-    if isinstance(value, ShardedTensor):
-        yield value.local
-    elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(value, name))
-    elif isinstance(value, torch.Tensor) and value.dim():
-        yield value
-
-
 def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
     """Copy the storage that `tensors` share to the host or the device, and make the tensors views of the copy."""
-    copy = host.copy_of(bytes_of(tensors[0].untyped_storage()), to_host=way is EventKind.TO_HOST).untyped_storage()
-    for tensor in tensors:
-        view = StorageView.of(tensor).of_storage(copy)
-        if torch_private.may_hold(tensor, view):
-            tensor.data = view
-        else:  # for out-of-tree devices
-            torch.utils.swap_tensors(tensor, view)
+    views = [(tensor, StorageView.of(tensor)) for tensor in tensors]
+    to_host = way is EventKind.TO_HOST
+    show_in(views, host.copy_of(bytes_of(tensors[0].untyped_storage()), to_host=to_host).untyped_storage())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,250 @@
+"""Park a model: move what it and its optimizer keep on the device to host memory, and back again later.
+
+Reinforcement learning trains a model and generates text with an inference engine on the same device, in turns. While
+one of them runs, the other one must leave the memory to it.
+
+    what moves    each storage as a whole: main weights, compute shards, gradients, optimizer state, buffers
+    what is freed unsharded parameters, which the next forward gathers again
+    at most       one storage is in both places at a time
+
+The storage keeps its identity and only loses its memory, so views that the engine or autograd hold are valid again
+when it returns. Until then, tensors that other code can reach are views of the copy on the host. They can be read,
+changed and saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fullshard.comm import torch_private
+from fullshard.config.switches import OFFLOAD
+from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.extension import Extension
+from fullshard.engine.lookup import refuse_pinned, require_units
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.unit import Unit
+from fullshard.features.offload.host import Host, StorageView, bytes_of, host_of, plain_tensors, show_in
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+_HINT = "call fullshard.unpark(model, optimizer) first"
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A storage without memory, its copy on the host, and the tensors that are views of the copy meanwhile."""
+
+    storage: torch.UntypedStorage
+    copy: torch.UntypedStorage
+    views: list[tuple[torch.Tensor, StorageView]]
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], host: Host) -> _Parked:
+        """Copy the storage that `tensors` share to the host, and free its memory."""
+        storage = tensors[0].untyped_storage()
+        views = [(tensor, StorageView.of(tensor)) for tensor in tensors]
+        copy = host.copy_of(bytes_of(storage), to_host=True).untyped_storage()
+        host.finish()
+        show_in(views, copy)
+        storage.resize_(0)
+        return cls(storage, copy, views)
+
+    def bring_back(self) -> None:
+        """Allocate the storage's memory again, and copy its bytes from the host."""
+        self.storage.resize_(self.copy.nbytes())
+        bytes_of(self.storage).copy_(bytes_of(self.copy), non_blocking=self.copy.is_pinned())
+        show_in(self.views, self.storage)
+
+
+class Parking(Extension):
+    """What of a model is parked now, and the errors for using it meanwhile.
+
+    Attributes:
+        units: for each parked unit, its storages.
+        others: storages of buffers and of parameters that are not sharded.
+        states: for each parked optimizer, the storages of its state.
+    """
+
+    def __init__(self, model: object) -> None:
+        super().__init__(model)  # type: ignore[arg-type]
+        self.units: dict[Unit, list[_Parked]] = {}
+        self.others: list[_Parked] = []
+        self.states: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Parked]] = weakref.WeakKeyDictionary()
+        self._keeps_weights = False
+
+    def absorbed(self, earlier: Extension) -> None:
+        """Take over what is parked of a model that is now part of this one."""
+        assert isinstance(earlier, Parking)  # noqa: S101 -- for the type checker
+        self.units.update(earlier.units)
+        self.others += earlier.others
+        self.states.update(earlier.states)
+        self._keeps_weights |= earlier._keeps_weights
+
+    def park(self, units: Iterable[Unit], others: Iterable[torch.Tensor], *, keeps_weights: bool) -> None:
+        """Free the unsharded parameters of units, and move the rest of their memory to the host."""
+        units = list(units)
+        refuse_pinned(units, "a model is parked", "leave `with unsharded(model)` first")
+        if self.model.forward.is_under_way or torch_private.backward_under_way() != -1:
+            raise LifecycleError("a model cannot be parked during its forward or backward", hint="park it afterwards")
+        self.model.recover()
+        self._keeps_weights = keeps_weights
+        for unit in units:
+            unit.reshard()
+            for bucket in unit.buckets:
+                if not bucket.buffer.is_persistent:
+                    bucket.buffer.free()
+        self.model.settle()
+        for unit in units:
+            moved = self.units.setdefault(unit, [])
+            for bucket in unit.buckets:
+                moved += _leave(_memory_of(bucket, keeps_weights=keeps_weights), unit.mesh.device)
+        self.others += _leave(others, self.model.mesh.device)
+
+    def park_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the state of an optimizer to the host."""
+        tensors = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+        self.states.setdefault(optimizer, []).extend(_leave(tensors, self.model.mesh.device))
+
+    def unpark(self, units: Iterable[Unit]) -> None:
+        """Move the memory of units back to the device."""
+        for unit in units:
+            _return(self.units.pop(unit, []))
+            for bucket in unit.buckets:
+                bucket.touch()  # code may have changed the weights meanwhile
+        _return(self.others)
+
+    def moves(self, unit: Unit, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Park or unpark a unit if `function`, which `model.to(...)` applies to its tensors, moves it."""
+        device, host = unit.mesh.device, torch.device("cpu")
+        if device.type == host.type:
+            return False
+        before, after = (host, device) if unit in self.units else (device, host)
+        dtypes = {parameter.dtype for _, parameter in unit.entries}
+        results = [function(torch.empty(0, dtype=dtype, device=before)) for dtype in dtypes]
+        if {(result.device, result.dtype) for result in results} != {(after, dtype) for dtype in dtypes}:
+            return unit in self.units and all(r.device == host and r.dtype in dtypes for r in results)
+        if after == host:
+            self.park([unit], (), keeps_weights=False)
+        else:
+            self.unpark([unit])
+        return True
+
+    # -- using it meanwhile -------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Raise an error if the model is parked, unless it has kept its weights for a forward without gradients."""
+        if self.units and (torch.is_grad_enabled() or not self._keeps_weights):
+            raise LifecycleError(f"rank {self.model.mesh.rank}: a parked model cannot run its forward", hint=_HINT)
+
+    def before_gather(self, unit: object) -> None:
+        """Raise an error if the weights of a unit are parked."""
+        if unit in self.units and not self._keeps_weights:
+            raise LifecycleError(f"rank {self.model.mesh.rank}: a parked model cannot gather weights", hint=_HINT)
+
+    def backward_begins(self) -> None:
+        """Raise an error if the model is parked."""
+        if self.units:
+            raise LifecycleError(f"rank {self.model.mesh.rank}: a parked model cannot run its backward", hint=_HINT)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Raise an error if the parameters or the state of the optimizer are parked."""
+        if optimizer in self.states or any(bucket.owner in self.units for bucket in buckets):
+            raise LifecycleError(f"rank {self.model.mesh.rank}: the optimizer is parked and cannot step", hint=_HINT)
+
+
+@torch.no_grad()
+def park(model: nn.Module, optimizer: Optimizers = None, *, keep: Literal["weights"] | None = None) -> None:
+    """Move everything that a sharded model and its optimizer keep on the device to page-locked host memory.
+
+    The memory goes back to the driver, so that another program or an inference engine can use it. Training continues
+    after `unpark` bit for bit as without parking, also in the middle of a gradient accumulation. Call both on every
+    rank. Neither communicates. If the model is already parked, what is still on the device is parked as well.
+
+    While the model is parked, its parameters, gradients and optimizer state are on the host, and a checkpoint can be
+    saved. On a CPU no memory moves, and the errors are the same.
+
+    Args:
+        model: a model with sharded modules.
+        optimizer: one optimizer or several, whose state moves as well.
+        keep: `weights` leaves on the device what a forward without gradients needs: weights and buffers.
+
+    Raises:
+        ConfigError: `keep` has another value.
+        LifecycleError: The model is not sharded, is on the meta device, is inside `unsharded(model)`, or is running
+            its forward or backward. Later: a forward, a backward, a gather or a step while the model is parked.
+    """
+    if keep not in (None, "weights"):
+        raise ConfigError(f"park: keep is {keep!r}", hint="expected None or 'weights'")
+    units = require_units(model)
+    others = [] if keep else [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, ShardedTensor)]
+    others += [t.grad for t in model.parameters() if not isinstance(t, ShardedTensor) and t.grad is not None]
+    schedules = dict.fromkeys(unit.schedule for unit in units)
+    for schedule in schedules:
+        parking = Parking.of(schedule)
+        parking.park([u for u in units if u.schedule is schedule], others, keeps_weights=bool(keep))
+        others = []
+    for each in _optimizers(optimizer):
+        parking.park_state(each)
+    if (device := units[-1].mesh.device).type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+        torch.accelerator.empty_cache()
+
+
+@torch.no_grad()
+def unpark(model: nn.Module, optimizer: Optimizers = None) -> None:
+    """Move a parked model, and the state of its optimizers, back to the device. It does nothing if none is parked.
+
+    State that is parked and not named here stays on the host, for example while weights are only read.
+
+    Raises:
+        LifecycleError: The model is not sharded.
+    """
+    units = require_units(model)
+    for schedule in dict.fromkeys(unit.schedule for unit in units):
+        parking = Parking.of(schedule)
+        parking.unpark([u for u in units if u.schedule is schedule])
+        for each in _optimizers(optimizer):
+            _return(parking.states.pop(each, []))
+
+
+def _optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    return [getattr(each, "optimizer", each) for each in found]  # Accelerate wraps optimizers
+
+
+def _memory_of(bucket: Bucket, *, keeps_weights: bool) -> Iterator[torch.Tensor]:
+    """Yield the tensors through which the memory of a bucket can be reached."""
+    if not keeps_weights or bucket.compute_shard is not bucket.main:
+        yield from (*bucket.stored, *(parameter.local for parameter in bucket.sharded_parameters))
+    if not keeps_weights:
+        yield bucket.compute_shard
+    for parameter in bucket.sharded_parameters:
+        if parameter.local_grad is not None:
+            yield parameter.local_grad
+    if bucket.has_gradient:
+        yield from (tensor.detach() for tensor in bucket.gradient.held)  # nothing else reads them
+
+
+def _leave(tensors: Iterable[object], device: torch.device) -> list[_Parked]:
+    """Move the storages of those tensors that are on `device` to the host. Skip what is not a tensor."""
+    if device.type == "cpu" and OFFLOAD.read() != "rehearse":
+        return []
+    host, together = host_of(device, pins=True, overlaps=False), dict[int, list[torch.Tensor]]()
+    for plain in itertools.chain.from_iterable(map(plain_tensors, tensors)):
+        storage = plain.untyped_storage()
+        if plain.device.type == device.type and storage.nbytes() and storage.resizable():
+            together.setdefault(torch_private.storage_id(storage), []).append(plain)
+    return [_Parked.of(same, host) for same in together.values()]
+
+
+def _return(parked: list[_Parked]) -> None:
+    """Bring storages back to the device, the last one first, and empty the list."""
+    while parked:
+        parked.pop().bring_back()
