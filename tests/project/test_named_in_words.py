@@ -224,7 +224,7 @@ def test_an_older_torch_is_one_line_at_import(module: str) -> None:
     assert "VersionError fullshard needs torch 2.11 or later, got 2.10.1\nhint: pip install" in done.stdout, done.stderr
 
 
-def test_the_checkpoint_that_the_readme_verifies_is_where_train_puts_it() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_checkpoint_that_the_tutorial_verifies_is_where_train_puts_it() -> None:
+    text = (ROOT / "docs/tutorials/first-run.md").read_text(encoding="utf-8")
     path = TrainArguments.of({}).checkpoints / f"step-{TrainArguments.of({}).steps:06d}"
     assert f"fullshard ckpt verify {path} " in text
