@@ -25,6 +25,7 @@ from fullshard.launch.environment import is_started_again, may_be_started_again,
 from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
+from fullshard.recipes.formats import converted
 from fullshard.recipes.model import muon, own_errors
 from fullshard.recipes.sft_arguments import SFTArguments, read_arguments
 
@@ -125,7 +126,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
     if training.packing and training.packing_strategy == "bfd" and "flash" not in (settings.attn_implementation or ""):
         say("packing without flash attention cuts texts into pieces of max_length (packing_strategy wrapped)")
         training.packing_strategy = "wrapped"
-    train, test = load_data(arguments)
+    train, test = load_data(arguments, has_template=tokenizer.chat_template is not None)
     try:
         return SFTTrainer(
             model=model,
@@ -174,8 +175,11 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
     return tokenizer, len(tokenizer) > before
 
 
-def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
-    """Load the training data and the evaluation data (None if there is none), with only the columns to train on."""
+def load_data(arguments: SFTArguments, *, has_template: bool = True) -> tuple[Any, Any]:
+    """Load the training data and the evaluation data (None if there is none), with only the columns to train on.
+
+    `has_template` says whether the tokenizer has a chat template.
+    """
     script, training, path = arguments.script, arguments.training, Path(arguments.script.dataset_name)
     files = {"data_files": str(path)} if path.is_file() else {}
     try:
@@ -194,8 +198,14 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
         if is_needed and split not in found:
             hint = "use --dataset_train_split and --dataset_test_split; a directory needs a file for each split"
             raise ConfigError(f"{path} has no split {split!r}, only {', '.join(found)}", hint=hint)
-        rows = found.get(split)
-        data.append(None if rows is None else _checked(rows, f"{path}, split {split}", training.dataset_text_field))
+        rows, where = found.get(split), f"{path}, split {split}"
+        if rows is not None:
+            rows = converted(rows, where, say, has_template=has_template)
+            rows = _checked(rows, where, training.dataset_text_field)
+            if not has_template and any(isinstance(rows[0].get(name), list) for name in ("messages", "prompt")):
+                hint = "use --chat_template_format chatml, or a model that was trained for chats"
+                raise ConfigError(f"{where} contains chats, but the tokenizer has no chat template", hint=hint)
+        data.append(rows)
     return data[0], data[1]
 
 
