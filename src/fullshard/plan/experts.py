@@ -24,9 +24,11 @@ same while they compute, except for 4 and 6 b H.
 
 from __future__ import annotations
 
+import math
+
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.hardware import Device
-from fullshard.plan.job import Job
+from fullshard.plan.job import Experts, Job
 from fullshard.plan.shapes import Block, UnitShape
 
 _WASTED = 64
@@ -61,12 +63,17 @@ def operations(block: Block, job: Job) -> tuple[tuple[int, int], tuple[int, int]
     return (EXPERT_KERNELS[0] * local, EXPERT_KERNELS[1] * local), (EXPERT_VIEWS[0] * local, EXPERT_VIEWS[1] * local)
 
 
+def slowdown(rows: float, inner: float, experts: Experts = "grouped") -> float:
+    """Return the time of the experts' products, with `rows` each, divided by that of one large product."""
+    return (1 + _WASTED / rows) * (1 + _START[experts] / inner)
+
+
 def added_seconds(unit: UnitShape, job: Job, device: Device) -> tuple[float, float]:
     """Return by how much longer a unit's experts compute than one large product would, in forward and in backward."""
     block = unit.block
     if block is None or not block.experts or device.is_cpu:
         return 0.0, 0.0
-    speed, start = device.peak(job.compute_dtype) * device.efficiency, _START[job.experts]
+    speed = device.peak(job.compute_dtype) * device.efficiency
     rows = job.tokens * job.ep * block.experts_per_token * block.load / block.experts
     forward = backward = 0.0
     for parameter in unit.parameters:
@@ -76,9 +83,8 @@ def added_seconds(unit: UnitShape, job: Job, device: Device) -> tuple[float, flo
         inner, outer = (other, block.hidden) if "down" in parameter.name else (block.hidden, other)
         seconds = 2 * parameter.numel * rows / speed
         least = parameter.numel * itemsize(job.compute_dtype) / device.memory_speed
-        padded = seconds * (1 + _WASTED / rows)
-        forward += max(padded * (1 + start / inner), least) - seconds
-        backward += max(padded * (1 + start / outer), least) - seconds
+        forward += max(seconds * slowdown(rows, inner, job.experts), least) - seconds
+        backward += max(seconds * slowdown(rows, outer, job.experts), least) - seconds
         if parameter.trainable or parameter.folded_rank:
-            backward += max(seconds * (1 + start / rows), least) - seconds
+            backward += max(seconds * slowdown(math.inf, rows, job.experts), least) - seconds
     return forward, backward

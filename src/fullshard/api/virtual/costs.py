@@ -7,6 +7,7 @@ reaches.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fullshard.api import torch_private
 from fullshard.plan.attention import part_of_size
+from fullshard.plan.experts import slowdown
 from fullshard.plan.hardware import Device
 
 aten = torch.ops.aten
@@ -58,10 +60,14 @@ def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: A
 
 
 def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
+    """Return the FLOP of an operation. Of a grouped product, return those of a single product that takes as long."""
     kind = operation.overloadpacket
     if kind is torch_private.grouped_matmul:  # each row with one expert's weights; or the gradient of those
-        rows, inner = given[0].shape[-2:]
-        return 2.0 * int(rows) * int(inner) * int(given[1].shape[-1])
+        rows, inner = map(int, given[0].shape[-2:])
+        is_gradient = made.dim() == 3
+        experts = len(made if is_gradient else given[1])
+        slower = slowdown(math.inf, inner / experts) if is_gradient else slowdown(rows / experts, inner)
+        return 2.0 * rows * inner * int(given[1].shape[-1]) * slower
     formula = flop_registry.get(kind)
     if formula is None:
         return 0.0
