@@ -6,7 +6,10 @@ pytest tests/api/test_simulate.py
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,10 +150,36 @@ def test_a_seventy_billion_model_on_a_thousand_ranks() -> None:
     assert time.monotonic() - start < 60
 
 
-def test_four_thousand_ranks() -> None:
-    job = Job.of({"strategy": "HYBRID_SHARD", "shard_size": 512, "seq_len": 16})
-    result = simulate(transformers_model(SMALL), job, world_size=4096, rank=4095)
+@pytest.mark.parametrize("shard_size", [512, 8])
+def test_sixteen_thousand_ranks(shard_size: int) -> None:
+    job = Job.of({"strategy": "HYBRID_SHARD", "shard_size": shard_size, "seq_len": 16})
+    result = simulate(transformers_model(SMALL), job, world_size=16384, rank=16383)
     assert result.differences == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "-m Llama-3.1-8B --world-size 16384",
+        "-m DeepSeek-V3 --world-size 16384",  # a constructor makes 28 GiB of experts at a time
+        "-m Llama-3.1-405B -d 16384xH100 --timeline {}",
+        "-m DeepSeek-V3 -d 16384xH100 --timeline {}",
+    ],
+)
+def test_sixteen_thousand_ranks_take_seconds_and_little_memory(asked: str, tmp_path: Path) -> None:
+    """20 s of processor time and 2 GiB, with the start of the interpreter."""
+    program = (
+        "import resource, sys\nfrom fullshard.cli.main import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, "simulate", *asked.format(tmp_path / "step.json").split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    seconds, kib = map(float, done.stderr.splitlines()[-1].split())
+    assert "as fullshard plan predicts" in done.stdout or "a step in virtual time" in done.stdout
+    assert seconds <= 20 and kib <= 2 * 1024**2
 
 
 MIXTURE = {**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}

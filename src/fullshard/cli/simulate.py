@@ -30,7 +30,7 @@ def simulate(
         str, typer.Option("--model", "-m", help="A known name (Llama-3-70B), a config.json or its directory")
     ],
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Number of simulated ranks", show_default="those of --devices")
+        int | None, typer.Option(min=1, max=16384, help="Number of simulated ranks", show_default="those of --devices")
     ] = None,
     devices: Annotated[
         str | None,

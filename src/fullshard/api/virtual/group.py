@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fullshard.api.rehearsal.group import NAME, Collective, CommunicatorLine, RehearsedGroup, Tensors, register
 from fullshard.api.rehearsal.lines import HostWork, StreamLine
-from fullshard.api.virtual.device import VirtualDevice, VirtualStream
+from fullshard.api.virtual.device import VirtualDevice, VirtualStream, instead
 from fullshard.comm.mesh import Mesh
 
 
@@ -31,8 +32,8 @@ def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]
         return HostWork(0.0)
 
     def occupy(group: RehearsedGroup, message: Collective, fill: Any) -> None:  # the device's tensors have no values
-        part = message.nbytes // message.ranks
-        group.sent_nbytes += message.nbytes if message.what == "ring" else message.times * part * (message.ranks - 1)
+        whole = message.nbytes * message.times
+        group.sent_nbytes += whole if message.what == "ring" else whole * (message.ranks - 1) // message.ranks
         device.collectives += 1
         device.clock.host += device.host.collective
         inside, across, latency = message.seconds(device.cluster)
@@ -45,7 +46,14 @@ def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]
         make = lambda: VirtualStream(device, group.title)  # noqa: E731 - a group gets its title late
         return StreamLine(lambda: device.current, make, functools.partial(occupy, group))
 
-    with register(line):
+    def gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
+        of_all: Any = group or dist.group.WORLD
+        for _ in ("sizes", "values"):
+            of_all.carry("all-gather", [torch.empty(0)])
+        values[:] = [value] * len(values)  # every other rank counts as a copy of this one
+
+    # Torch would copy and read the value once for each rank.
+    with register(line), instead(dist, "all_gather_object", gather_objects):
         dist.init_process_group(NAME, rank=rank, world_size=world_size, store=dist.HashStore())
         try:
             yield

@@ -24,7 +24,6 @@ from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.files import write_text
 from fullshard.core.sizes import MIB
-from fullshard.features import meta_parameters
 from fullshard.plan.axes import check_groups
 from fullshard.plan.hardware import Cluster, check_rank
 from fullshard.plan.host import HostCosts
@@ -138,7 +137,7 @@ def time_step(
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)
     positions = "n_positions" if "n_positions" in values else "max_position_embeddings"
     values = {**values, positions: max(job.seq_len, values.get(positions, 0))}
-    with meta_parameters():
+    with torch.device("meta"):
         model = transformers_model(values, attention=attention)().float()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(

@@ -26,7 +26,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra
 from fullshard.engine.lookup import units_of
-from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
+from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, shard_model
 from fullshard.features.meta_device import WEIGHTS
 from fullshard.features.quantized_weights.quantize import quantize
 from fullshard.features.recompute import checkpoint_modules
@@ -96,9 +96,14 @@ class NoWeights:
     """A weight source that claims to have every parameter but loads nothing, because meta tensors have no data."""
 
     def start(self, *_: Any) -> None:
-        """Do nothing. Buffers are part of the model and lose their data when they move to the meta device."""
+        """Do nothing."""
 
-    make_whole = read = start
+    read = start
+
+    def make_whole(self, module: nn.Module, _: torch.device) -> None:
+        """Allocate the module's buffers, so that nothing initializes them. They return to the meta device."""
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        module._buffers.update({name: torch.empty_like(buffer, device="cpu") for name, buffer in buffers.items()})
 
     def holds(self, *_: Any) -> bool:
         """Return True for every slot, because this source claims to have all parameters."""
@@ -120,7 +125,7 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
         )
     check_axes(job)
     shard_size = job.row.mesh_shape(world_size, job.shard_size)[1]
-    with meta_parameters():
+    with torch.device("meta"):
         model = _trained(build().float(), job)
     shape = model_shape(model)
     if job.wrap_embeddings:
