@@ -79,6 +79,35 @@ class RunRecord:
                 found.append((float(step["step"]), float(value)))
         return [step for step, _ in found], [value for _, value in found]
 
+    @property
+    def outcome(self) -> Literal["done", "failed", "stopped", "unknown"]:
+        """Return how the last start of the run ended. It is unknown if the run may still continue."""
+        kinds = [event["kind"] for event in self.events]
+        if kinds and kinds[-1] == "end":
+            return "done"
+        if self._failure is not None:
+            return "failed"
+        return "stopped" if kinds and kinds[-1] == "preemption" else "unknown"
+
+    @property
+    def _failure(self) -> dict[str, Any] | None:
+        kinds = [event["kind"] for event in self.events]
+        begun = max((number for number, kind in enumerate(kinds) if kind == "start"), default=0)
+        return next((event for event in self.events[begun:] if event["kind"] == "failure"), None)
+
+    @property
+    def state(self) -> str:
+        """Return a short text that says whether the run is done, has failed or was stopped, and after which step."""
+        last, failure = self.steps[-1]["step"] if self.steps else 0, self._failure or {}
+        why = str(failure.get("message") or failure.get("how") or "").partition("\n")[0]
+        further = "; the record does not show whether the run continues" if self.events else ""
+        return {
+            "done": f"done, {last} steps",
+            "failed": f"failed after step {last}: {why}",
+            "stopped": f"stopped by a signal after step {last}",
+            "unknown": f"{last} steps{further}",
+        }[self.outcome]
+
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
     """Read the runs in some folders, and give each run a distinct name."""

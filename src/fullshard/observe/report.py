@@ -57,7 +57,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     values: dict[str, Any] = {
         "most": _MOST_ROWS,
         "names": [run.name for run in runs],
-        "states": [f"{run.name}: {_state(run)}" for run in runs],
+        "states": [f"{run.name}: {run.state}" for run in runs],
         "overview": _overview(runs),
         "charts": _charts(runs),
         "rehearsals": [(r.name, rehearsal_chart(r.rehearsal.model_dump())) for r in runs if r.rehearsal],
@@ -70,21 +70,6 @@ def render(runs: Sequence[RunRecord]) -> str:
         "now": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
     }
     return str(pages.get_template("report.html.j2").render(values))
-
-
-def _state(run: RunRecord) -> str:
-    """Return a short text that says whether a run is done, has failed or was stopped, and after how many steps."""
-    kinds = [event["kind"] for event in run.events]
-    last = run.steps[-1]["step"] if run.steps else 0
-    begun = max((number for number, kind in enumerate(kinds) if kind == "start"), default=0)
-    failed = next((event for event in run.events[begun:] if event["kind"] == "failure"), None)
-    if kinds and kinds[-1] == "end":
-        return f"done, {last} steps"
-    if failed is not None:
-        return f"failed after step {last}: " + str(failed.get("message") or failed.get("how") or "").partition("\n")[0]
-    if kinds and kinds[-1] == "preemption":
-        return f"stopped by a signal after step {last}"
-    return f"{last} steps; the record does not show whether the run continues" if kinds else f"{last} steps"
 
 
 def _overview(runs: Sequence[RunRecord]) -> Rows:

@@ -373,6 +373,8 @@ class Run:
             run_on_main(self.environment, lambda: write_text(path, text + "\n"))
             self.say(f"sample: {path}\n{textwrap.indent(text, '    ')}")
         self.say(f"metrics: {output / 'metrics.jsonl'}")
+        if self.arguments.export:
+            self.say(f"next: `fullshard chat {output}` talks to the model; --data trains on your own texts")
 
     @torch.no_grad()
     def sample(self) -> str:

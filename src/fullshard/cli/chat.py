@@ -1,0 +1,82 @@
+"""The `fullshard chat` command, which talks to a trained model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="The output of train or sft, an adapter, a Hugging Face directory, or a hub name.")
+    ],
+    *,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Probability of the tokens to sample from.", min=0.0, max=1.0)] = 0.9,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of an answer in tokens.", min=1)] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+) -> None:
+    """Talk to a model that was trained. An empty line ends the talk.
+
+    A model without a chat template continues the text that you enter.
+    """
+    transformers: Any = import_extra("transformers", extra="hf", purpose="fullshard chat")
+    transformers.logging.set_verbosity_error()
+    transformers.set_seed(seed)
+    network, tokenizer = _load(transformers, model)
+    streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "streamer": streamer}
+    options |= {"temperature": temperature, "top_p": top_p} if temperature else {}
+    has_template = tokenizer.chat_template is not None
+    if system and not has_template:
+        raise ConfigError(f"{model} has no chat template, so --system has no effect", hint="omit --system")
+    turns = [{"role": "system", "content": system}] if system else []
+    what = "talks" if has_template else "has no chat template and continues the text that you enter"
+    typer.echo(f"{model} {what}; an empty line ends the talk", err=True)
+    while said := _read():
+        turns.append({"role": "user", "content": said})
+        template = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        asked = (
+            tokenizer.apply_chat_template(turns, **template) if has_template else tokenizer(said, return_tensors="pt")
+        )
+        inputs = {name: asked[name].to(network.device) for name in ("input_ids", "attention_mask")}
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        answer = network.generate(**inputs, pad_token_id=pad, **options)[0, inputs["input_ids"].shape[1] :]
+        turns.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+
+
+def _load(transformers: Any, name: str) -> tuple[Any, Any]:
+    """Load a model, with its adapter if it has one, and its tokenizer."""
+    place = Path(name) / "export" if (Path(name) / "export").is_dir() else Path(name)
+    source = str(place) if place.exists() else name
+    if place.is_dir() and not any((place / file).exists() for file in ("config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"{place} contains no model: neither config.json nor adapter_config.json",
+            hint="pass the output of `fullshard train` or `fullshard sft`, or export a checkpoint with `ckpt export`",
+        )
+    kind = transformers.AutoModelForCausalLM
+    if (place / "adapter_config.json").exists():
+        kind = import_extra("peft", extra="sft", purpose="talking to an adapter").AutoPeftModelForCausalLM
+    try:
+        network = kind.from_pretrained(source, dtype="auto")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the model {name!r}: {error}") from error
+    torch: Any = sys.modules["torch"]
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return network.to(found or "cpu").eval(), tokenizer
+
+
+def _read() -> str:
+    """Return the next line of the user, or an empty string at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
