@@ -151,13 +151,7 @@ class Collectives(Protocol):
     widens: bool = False
 
     def full_buffer(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        holds_main: bool,
-        packing: Packing | None = None,
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool, packing: Packing | None = None
     ) -> FullBuffer:
         """Create the buffer that `BufferSpec` specifies. All ranks must create the same buffers in the same order."""
         return self._buffer(BufferSpec(numel, dtype, device, holds_main, packing if self.sends else None))

@@ -124,8 +124,7 @@ class MissingExtraError(FullshardError, ImportError):
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed",
-            hint=f"pip install 'fullshard[{extra}]'",
+            f"{purpose} needs the package {package!r}, which is not installed", hint=f"pip install 'fullshard[{extra}]'"
         )
         self._arguments = {"package": package, "extra": extra, "purpose": purpose}
 

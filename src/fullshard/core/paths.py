@@ -31,8 +31,7 @@ def check_path(written: str) -> None:
     """Raise `ConfigError` for text that is not a path on any host. A relative path that looks like a URL needs `./`."""
     if not written.strip():
         raise ConfigError(
-            f"the path {written!r} is empty",
-            hint="check whether a variable is empty; use . for the current folder",
+            f"the path {written!r} is empty", hint="check whether a variable is empty; use . for the current folder"
         )
     if found := _URL.match(written):
         scheme = found[1].lower()
@@ -49,8 +48,7 @@ def check_path(written: str) -> None:
             )
     if "\0" in written:
         raise ConfigError(
-            f"{written!r} contains a NUL character, which is not allowed in paths",
-            hint="check how the path was read",
+            f"{written!r} contains a NUL character, which is not allowed in paths", hint="check how the path was read"
         )
 
 

@@ -74,7 +74,6 @@ def parse_size(size: int | str) -> int:
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
     if nbytes < 1:
         raise ConfigError(
-            f"the size {size!r} cannot be parsed",
-            hint="use a number of bytes, or text such as 5GB or 500MiB",
+            f"the size {size!r} cannot be parsed", hint="use a number of bytes, or text such as 5GB or 500MiB"
         )
     return nbytes

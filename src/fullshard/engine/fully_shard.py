@@ -146,8 +146,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
         raise ConfigError(f"fully_shard: expected a module or a list of modules, got {found}", hint="pass the model")
     if not isinstance(mesh, DeviceMesh | Mesh | None):
         raise ConfigError(
-            f"mesh: expected a DeviceMesh, got {type(mesh).__name__}",
-            hint="create one with init_device_mesh",
+            f"mesh: expected a DeviceMesh, got {type(mesh).__name__}", hint="create one with init_device_mesh"
         )
     if placement_fn is not None and not callable(placement_fn):
         raise ConfigError(
@@ -167,8 +166,7 @@ def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
             return found
         what = type(others[0]).__name__
     raise ConfigError(
-        f"ignored_params: expected parameters, got {what}",
-        hint="pass a set of parameters, such as set(m.parameters())",
+        f"ignored_params: expected parameters, got {what}", hint="pass a set of parameters, such as set(m.parameters())"
     )
 
 
@@ -286,8 +284,7 @@ def _data_parallel(device_mesh: Any, dims: Any) -> Mesh:
         raise ConfigError(f"{what}: {unknown} not found in mesh.mesh_dim_names", hint=hint)
     if len(set(named)) < len(named) or any(list(part) != sorted(part, key=names.index) for part in wanted):
         raise ConfigError(
-            f"{what} repeats axes or lists them out of order",
-            hint="name each axis once, in the order of the mesh",
+            f"{what} repeats axes or lists them out of order", hint="name each axis once, in the order of the mesh"
         )
     parts = [device_mesh[part] if part else None for part in wanted]
     replicate, shard = (torch_private.flattened(p) if p is not None and p.ndim > 1 else p for p in parts)

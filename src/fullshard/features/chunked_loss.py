@@ -53,8 +53,7 @@ def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
     """
     if tokens < 1:
         raise WrapError(
-            f"the chunk size is {tokens} tokens, expected at least 1",
-            hint="use 1024, which suits most models",
+            f"the chunk size is {tokens} tokens, expected at least 1", hint="use 1024, which suits most models"
         )
     if hasattr(model, "get_base_model"):
         unwrap: Any = model.get_base_model

@@ -130,6 +130,5 @@ class _Freed(torch.Tensor):
         values = [*args, *(kwargs or {}).values()]
         found = next(each for value in values for each in _tensors_in(value) if isinstance(each, cls))
         raise LifecycleError(
-            found._why,
-            hint="use it only in forward, keep a copy (.clone()), or return it, because outputs are copied",
+            found._why, hint="use it only in forward, keep a copy (.clone()), or return it, because outputs are copied"
         )

@@ -269,13 +269,11 @@ class NonFiniteMethods:
         """
         if policy not in get_args(OnNonFinite):
             raise ConfigError(
-                f"{policy!r} is not a valid policy for non-finite gradients",
-                hint="use raise, skip or off",
+                f"{policy!r} is not a valid policy for non-finite gradients", hint="use raise, skip or off"
             )
         if limit < 1:
             raise ConfigError(
-                f"the limit on consecutive skipped steps is {limit}, expected 1 or more",
-                hint="use 1 or more",
+                f"the limit on consecutive skipped steps is {limit}, expected 1 or more", hint="use 1 or more"
             )
         guard = NonFiniteGuard.of(require_unit(cast("nn.Module", self)).schedule)
         guard.policy, guard.limit = policy, limit  # type: ignore[assignment]

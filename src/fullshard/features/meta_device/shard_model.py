@@ -136,10 +136,7 @@ def _backward_prefetch(name: str) -> BackwardPrefetch:
 
 
 def _plan_units(
-    model: nn.Module,
-    unit_modules: Sequence[nn.Module],
-    weights: WeightSource | None,
-    ignored: Iterable[nn.Parameter],
+    model: nn.Module, unit_modules: Sequence[nn.Module], weights: WeightSource | None, ignored: Iterable[nn.Parameter]
 ) -> list[UnitPlan]:
     """Return one plan for each unit. Tensors that must be sharded but are not parameters yet become parameters."""
     prepare(model, is_read_later=weights is not None)

@@ -74,8 +74,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
     sharded = sharded_parameters(optimizer)
     if not sharded:
         raise OptimizerError(
-            f"{name} holds no sharded parameters to step in backward",
-            hint="shard the model first, or use repoint()",
+            f"{name} holds no sharded parameters to step in backward", hint="shard the model first, or use repoint()"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(

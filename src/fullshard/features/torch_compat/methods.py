@@ -234,8 +234,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise WrapError(
-            f"{type(module).__name__} has no method {method_name!r}",
-            hint="pass the name of an existing method",
+            f"{type(module).__name__} has no method {method_name!r}", hint="pass the name of an existing method"
         )
 
     @functools.wraps(method)
@@ -256,6 +255,5 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if unit_of(module) is None:
             raise WrapError(
-                f"share_comm_ctx: {type(module).__name__} is not a unit",
-                hint="call fully_shard on it first",
+                f"share_comm_ctx: {type(module).__name__} is not a unit", hint="call fully_shard on it first"
             )

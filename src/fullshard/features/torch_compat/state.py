@@ -104,7 +104,7 @@ class _ParameterGroup(_View):
         "post_backward": _reduce_kept,
     }
     SET: ClassVar = {
-        "post_forward_mesh_info": lambda unit, value: setattr(unit, "frees_after_forward", value is not None),
+        "post_forward_mesh_info": lambda unit, value: setattr(unit, "frees_after_forward", value is not None)
     }
 
 

@@ -244,10 +244,7 @@ def _distribute_tensor(
 
 
 def _redistribute(
-    self: DTensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: Any,
+    self: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
     """Redistribute a DTensor as torch does, but also accept the placements of a sharded parameter."""
     return _made(torch_private.redistribute, self, device_mesh or self.device_mesh, placements, **options)
