@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-slice test-gpu test-versions test-xla mutants lint format docs bench bench-more bench-gpu bench-rehearsal clean
+.PHONY: help venv train test test-full test-slice test-gpu test-versions test-xla test-web mutants lint format docs bench bench-more bench-gpu bench-rehearsal clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -99,6 +99,21 @@ test-xla: $(XLA_VENV)/.xla $(VENV)/.dev  ## run the tests of PyTorch/XLA, on 4 v
 		PYTHONPATH=src:. ENGINE_PYTHON=$(BIN)/python \
 		$(XLA_VENV)/bin/python -m pytest --noconftest -o filterwarnings= -m xla tests/xla $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m tests.slices --note-xla)
+
+# Of its own, because Gradio brings a web server with it; torch is not needed. The browser is the system's Chromium.
+WEB_VENV ?= .venv-web
+WEB_PIP_INSTALL := $(WEB_VENV)/bin/python -m pip install --quiet
+WEB_NEEDS := $(subst ["xla"],["web"],$(XLA_NEEDS))
+
+$(WEB_VENV)/.web: pyproject.toml
+	$(PYTHON) -m venv $(WEB_VENV)
+	$(WEB_VENV)/bin/python -c '$(WEB_NEEDS)' | grep -v accelerate > $(WEB_VENV)/needs.txt
+	$(WEB_PIP_INSTALL) --requirement $(WEB_VENV)/needs.txt pytest pytest-timeout playwright
+	$(WEB_PIP_INSTALL) --no-deps --editable .
+	@touch $@
+
+test-web: $(WEB_VENV)/.web  ## run the tests of the planner's page in a browser
+	PYTHONPATH=src:. $(WEB_VENV)/bin/python -m pytest --noconftest -o filterwarnings= tests/cli/test_plan_page.py $(ARGS)
 
 mutants: $(VENV)/.dev  ## change critical code, one place at a time, and see whether the default tests notice
 	$(BIN)/python -m tests.mutants --measure

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.api.planning import plan_run, planned_device
-from fullshard.cli.plan import DOES_NOT_FIT, _question
+from fullshard.cli.plan import DOES_NOT_FIT
 from fullshard.config.flags import parse
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
@@ -31,6 +31,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment
 from fullshard.plan.answer import launch_command
+from fullshard.plan.ask import _question
 from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration

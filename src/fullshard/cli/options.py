@@ -132,7 +132,7 @@ def options_from(model: type[BaseModel], *names: str) -> Callable[[Callable[...,
 
 def _option(name: str, field: Any) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    if field.annotation is bool:
+    if field.annotation in (bool, bool | None):
         flag += "/--no-" + name.replace("_", "-")
     read = [check.func for check in field.metadata if hasattr(check, "func")]  # the field's own reader
     parser = path_word if field.annotation is Path else functools.partial(word, read[0]) if read else None

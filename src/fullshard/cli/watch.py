@@ -34,20 +34,19 @@ def watch(
     Another terminal, job or host trains it. The command ends with the run, with
     exit code 1 if the run failed. Ctrl-C ends only the command.
     """
-    from rich.console import Console
     from rich.live import Live
 
     from fullshard.observe.record import read_runs
 
-    console, shown = Console(highlight=False), ""
-    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
+    screen, shown = Live(auto_refresh=False), ""
+    with screen if screen.console.is_terminal else contextlib.nullcontext():
         while True:
             (record,) = read_runs([run])
             text = "\n".join(f"{name:16}{value}" for name, value in _rows(record).items() if value)
-            if live is not None:
-                live.update(text, refresh=True)
+            if screen.is_started:
+                screen.update(text, refresh=True)
             elif text != shown:
-                console.print(text, soft_wrap=True)
+                typer.echo(text)
             if once or record.outcome != "unknown":
                 break
             shown = text

@@ -27,6 +27,11 @@ class PlanQuestion:
     given: Mapping[str, Any]  # the fields of the job that the user set
     price: float | None = None  # of a device and hour, in any currency
 
+    def command(self) -> str:
+        """Return the command that asks this question."""
+        words = [str(word) for option, value in self.options.items() if value is not None for word in (option, value)]
+        return shlex.join(["fullshard", "plan", *words, *_options(self.given)])
+
     def with_change(self, change: Change, asked: Plan) -> str:
         """Return the command that asks again with a change to the job or to the number of devices."""
         options, cluster = dict(self.options), change.plan.cluster
@@ -35,15 +40,14 @@ class PlanQuestion:
             options["--hosts"] = cluster.hosts if options["--hosts"] is not None else None
         before, after = asked.job.model_dump(), change.plan.job.model_dump()
         changed = {name: value for name, value in after.items() if value != before[name]}
-        words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
-        return shlex.join(["fullshard", "plan", *words, *_options({**self.given, **changed})])
+        return PlanQuestion(options, {**self.given, **changed}).command()
 
 
 def _options(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options of `fullshard plan` that set fields of a job."""
     for name, value in values.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool) and Job.model_fields[name].annotation is bool:
+        if isinstance(value, bool) and Job.model_fields[name].annotation in (bool, bool | None):
             yield f"--{flag}" if value else f"--no-{flag}"
         elif value is not None:
             yield from (f"--{flag}", str(value))
@@ -73,12 +77,12 @@ def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion) -> st
             f"cost: {plan.cost_of(question.price):,.0f} per billion tokens, at {question.price:g} per {kind}-hour"
         )
     if plan.fits:
-        lines += [_command("run:", launch_command(plan)), filled(f"the script must use {for_the_script(plan.job)}")]
+        lines += [continued("run:", launch_command(plan)), filled(f"the script must use {for_the_script(plan.job)}")]
     elif changes:
         lines.append("what would make it fit, cheapest first:")
         for change in changes[:3]:
             needs = f"{change.plan.memory.needed / GIB:.1f} GiB, {change.cost:.2f} times the time per token"
-            lines += [filled(f"* {change.words}: {needs}"), _command(" ", question.with_change(change, plan))]
+            lines += [filled(f"* {change.words}: {needs}"), continued(" ", question.with_change(change, plan))]
     else:
         lines.append("no change of settings makes it fit: use a smaller model, or devices with more memory")
     return "\n".join(lines)
@@ -123,7 +127,7 @@ def _speed(plan: Plan) -> str:
     )
 
 
-def _command(label: str, command: str) -> str:
+def continued(label: str, command: str) -> str:
     """Return a labelled command, continued on lines that a shell can read."""
     lines = textwrap.wrap(command, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
     return f"{label} " + " \\\n    ".join(lines)

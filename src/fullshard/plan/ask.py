@@ -1,0 +1,163 @@
+"""Ask the planner: read a question in words, as the command line and the page have it, and answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.config.dialect import Reading, shown
+from fullshard.config.load import load_file
+from fullshard.config.resolve import Resolved, resolve
+from fullshard.config.values import integer
+from fullshard.core.errors import ConfigError
+from fullshard.core.sizes import GIB
+from fullshard.plan.answer import PlanQuestion, as_text, filled
+from fullshard.plan.evaluate import MARGIN, Change, Plan, changes_that_fit, evaluate
+from fullshard.plan.hardware import Cluster, parse_cluster, split_devices
+from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
+from fullshard.plan.report import as_dict
+from fullshard.plan.search import pareto, search
+from fullshard.plan.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Hold the planner's answer to a question: the plan, and what would make it fit if it does not.
+
+    `front` holds the plans that --auto proposes, the fastest first, or nothing without --auto.
+    """
+
+    question: PlanQuestion
+    plan: Plan
+    changes: list[Change]
+    front: list[Plan]
+    notes: list[str]
+
+    def text(self) -> str:
+        """Return the lines that answer the question."""
+        notes = [filled(f"note: {note}") for note in self.notes]
+        return "\n".join([as_text(self.plan, self.changes, self.question), *notes])
+
+    def values(self) -> dict[str, Any]:
+        """Return all figures for JSON."""
+        price, front = self.question.price, {"pareto": list(map(as_dict, self.front))} if self.front else {}
+        cost = {} if price is None else {"cost": self.plan.cost_of(price)}
+        return as_dict(self.plan, self.changes, self.notes) | front | cost
+
+
+def ask(
+    model: str,
+    devices: str | None,
+    given: dict[str, Any],
+    *,
+    auto: bool = False,
+    margin: float | None = None,
+    price: float | None = None,
+    hosts: int | None = None,
+    config: Path | None = None,
+    host_memory: int | None = None,
+) -> Answer:
+    """Answer a question to the planner. `given` holds the fields of a `Job` that the user has set.
+
+    Raises:
+        ConfigError: Part of the question is unknown, invalid or missing.
+    """
+    part = MARGIN if margin is None else margin / 100
+    described, notes = load_model(model)
+    given = dict(given)
+    notes += _within_positions(described, given)
+    if str(given.get("strategy")).lower() == "auto":
+        auto = True
+        del given["strategy"]
+    asked = dict(given)
+    job, cluster, more = _question(given, devices, hosts, config, host_memory)
+    front: list[Plan] = []
+    if auto:
+        fixed = given.keys() - {"micro_batch", "accumulation"}
+        front = pareto(search(described, job, cluster, fixed=fixed, margin=part))
+    chosen = front[0] if front else evaluate(described, job, cluster)
+    changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
+    options = {
+        "--model": model,
+        "--devices": devices,
+        "--hosts": hosts,
+        "--config": config,
+        "--host-memory": host_memory and f"{host_memory / GIB:.12g}GiB",
+    }
+    return Answer(PlanQuestion(options, asked, price), chosen, changes, front, notes + more)
+
+
+def _within_positions(model: ModelShape, given: dict[str, Any]) -> list[str]:
+    """Reduce the default length to what the model supports, and return a note. Raise if the user chose the length."""
+    seq_len = Job.of({name: given[name] for name in ("seq_len",) if name in given}).seq_len
+    if model.positions is None or seq_len <= model.positions:
+        return []
+    if "seq_len" in given:
+        raise ConfigError(
+            f"{model.name} supports sequences of up to {model.positions} tokens, got {seq_len}",
+            hint=f"use a seq_len of at most {model.positions}",
+        )
+    given["seq_len"] = model.positions
+    return [f"{model.name} supports sequences of up to {model.positions} tokens, so the plan uses that many"]
+
+
+def _question(
+    given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None, host_memory: int | None = None
+) -> tuple[Job, Cluster, list[str]]:
+    """Return the job, the cluster, and notes for the user. Flags take precedence over the configuration file."""
+    if devices is None:
+        raise ConfigError(
+            "the option --devices is required", hint="pass the number and type of devices, for example --devices 8xH100"
+        )
+    if config is None:
+        return Job.of(given), parse_cluster(devices, hosts, host_memory), []
+
+    resolved = resolve([reading := load_file(config)])
+    batch = _micro_batch_of(reading)
+    job = Job.from_run(resolved.config, **({} if batch is None else {"micro_batch": batch}) | given)
+    notes = [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH] + _unplanned(resolved)
+    if "precision" not in given and "precision.mode" not in resolved.settings:
+        notes.append(f"{config} does not set the precision: planned in {job.compute_dtype}, as the model is stored")
+    processes = resolved.config.launch.num_processes
+    if processes is not None and split_devices(devices)[0] is None:
+        devices = f"{processes}x{devices}"  # the file sets the number, the flag the kind
+    cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines, host_memory)
+    if processes not in (None, cluster.count):
+        raise ConfigError(
+            f"{config} starts {processes} processes, but --devices {devices} specifies {cluster.count}",
+            hint=f"use --devices {cluster.device.name}, or change the file",
+        )
+    return job, cluster, notes
+
+
+_UNPLANNED = {
+    "sharding.wrap": "planned with a unit per layer; larger units need more memory",
+    "sharding.wrap_classes": "planned as the model's layers; other units need other memory and traffic",
+    "sharding.ignored_modules": "planned as sharded, but every rank holds all of them",
+    "parallelism.cp_comm_strategy": "planned as allgather, which holds all keys and values at a time",
+    "precision.param_dtype": "planned with the dtypes of precision.mode only",
+}
+"""Settings that affect a run but not a plan, and the consequences for the plan's figures."""
+
+
+def _unplanned(resolved: Resolved) -> list[str]:
+    """Return a line for each setting of the configuration file that affects the run but that the planner ignores."""
+    found = []
+    for path, meaning in _UNPLANNED.items():
+        setting = resolved.settings.get(path)
+        if setting is not None and setting.value not in (None, "auto", "class", "allgather", ()):
+            found.append(f"{setting.origin}: {setting.key} ({path} = {shown(setting.value)}): {meaning}")
+    return found
+
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+def _micro_batch_of(reading: Reading) -> int | None:
+    """Return the micro-batch size from a DeepSpeed file, or None if the file does not set it to a number."""
+    entry = reading.entries.get(_MICRO_BATCH)
+    if entry is None or entry.value is None or str(entry.value).strip().lower() == "auto":
+        return None
+    return integer(entry.value)
