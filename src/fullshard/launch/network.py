@@ -5,17 +5,15 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import struct
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 from fullshard.core.errors import ConfigError
 
 DEFAULT_PORT = 29500
 """The rendezvous port if no port is given."""
-
-_SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, timeout_seconds: float) -> str:
@@ -54,21 +52,8 @@ def interface_of(address: str) -> str | None:
     """Return the name of the network interface with `address`, for Gloo, or None if the system does not provide it."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
-    if sys.platform != "linux":
-        return None
-    if ":" in address:
-        wanted = ipaddress.ip_address(address).packed.hex()
-        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-        return next((line.split()[-1] for line in lines if line.startswith(wanted)), None)
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                request = struct.pack("256s", name.encode()[:15])
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(found) == address:
-                return name
+    wanted = str(ipaddress.ip_address(address))
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == wanted.partition("%")[0] for each in found):
+            return str(name)
     return None

@@ -11,6 +11,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+import psutil
+
 from fullshard.config.hardware import usable_cpu_count as usable_cpu_count
 from fullshard.core.errors import ConfigError
 
@@ -46,12 +48,7 @@ def below(pids: Iterable[int]) -> set[int]:
     """Return the processes among `pids` that are alive and, on Linux, descendants of this process."""
     if sys.platform == "linux":
         return set(pids) & set(descendants())
-    alive = set()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            alive.add(pid)
-    return alive
+    return {pid for pid in pids if psutil.pid_exists(pid)}
 
 
 def reap_orphans(spared: Collection[int]) -> None:
@@ -95,18 +92,10 @@ def _cleans_up(pid: int) -> bool:
 
 
 def descendants() -> list[int]:
-    """Return this process's descendants that are not zombies. The list is empty on systems other than Linux."""
-    children: dict[int, list[int]] = {}
-    alive = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            children.setdefault(int(parent), []).append(int(entry.name))
-            if state not in "ZX":
-                alive.add(int(entry.name))
-    found, todo = [], [os.getpid()]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return [process for process in found if process in alive]
+    """Return this process's descendants that are not zombies."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have just ended
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.append(process.pid)
+    return found

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from pydantic import TypeAdapter
 
@@ -128,11 +126,7 @@ def memory_nbytes(device: torch.device) -> int:
     """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0
-    if (statm := Path("/proc/self/statm")).exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    # Other systems only report the peak: macOS in bytes, others in KiB.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return int(psutil.Process().memory_info().rss)
 
 
 def reset_memory_peak(device: torch.device) -> None:
