@@ -312,8 +312,9 @@ def test_messages_arrive_whole_however_they_are_cut(where: tuple[str, int]) -> N
         (b"x" * ((1 << 20) + 1), "is gone"),
         (b'{"kind": "failed"}\n', "sent an invalid message"),
         (b'{"kind": "join", "port": "x"}\n', "sent an invalid message"),
+        (b'{"kind": "failed", "order": [1' + b"0" * 400 + b', 0], "text": ""}\n', "sent an invalid message"),
     ],
-    ids=["text", "list", "no-kind", "too-long", "no-content", "no-number"],
+    ids=["text", "list", "no-kind", "too-long", "no-content", "no-number", "too-large"],
 )
 def test_what_is_no_message_loses_its_host(where: tuple[str, int], sent: bytes, how: str) -> None:
     first, second = started(where)

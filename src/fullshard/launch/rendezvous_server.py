@@ -286,7 +286,7 @@ class RendezvousServer(threading.Thread):
         try:
             for message in messages:
                 self._handle(peer, message.pop("kind"), message)
-        except (KeyError, TypeError, ValueError):
+        except (ArithmeticError, KeyError, TypeError, ValueError):
             if peer not in self._peers:
                 return
             self._drop(peer, "sent an invalid message; check that the versions of fullshard are the same")
