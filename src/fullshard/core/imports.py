@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,13 +27,17 @@ def import_extra(name: str, *, extra: str, purpose: str) -> Any:
 
 
 def on_demand(
-    module: str, homes: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a module's `__getattr__` and `__dir__`, which import names from their home modules on first use.
+    module: str, otherwise: Callable[[str], Any] | None = None, *, packages: Sequence[str] = ()
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` of a package that imports its public names on first use.
 
-    Define them under `if not TYPE_CHECKING`, because a type checker would otherwise accept any name. `otherwise`
-    returns the value of a name without a home module, or raises an error.
+    The package's stub `__init__.pyi`, which type checkers read, imports each name from its home. `otherwise` returns
+    the value of a name without a home in fullshard, and of its subpackages in `packages`, or raises an error.
     """
+    stub = ast.parse(Path(str(sys.modules[module].__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = (node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module)
+    found = ((alias.asname or alias.name, str(node.module)) for node in imports for alias in node.names)
+    homes = {name: home for name, home in found if home.startswith("fullshard.") and name not in packages}
 
     def get(name: str) -> Any:
         if name in homes:
@@ -43,7 +49,8 @@ def on_demand(
         setattr(sys.modules[module], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[module]), *sys.modules[module].__all__})
+    names = sorted([*homes, *packages])
+    return names, get, lambda: sorted({*vars(sys.modules[module]), *names})
 
 
 def after_import(name: str, action: Action) -> None:
