@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fullshard.api.rehearsal.group import Collective, register, unknown
-from fullshard.api.rehearsal.lines import Links
+from fullshard.api.rehearsal.lines import Links, processor_seconds
 from fullshard.api.rehearsal.stage import replacements
 from fullshard.api.virtual.device import instead
 from fullshard.comm.torch_dist import all_gather_single, reduce_scatter_single
@@ -258,6 +258,23 @@ def test_messages_take_the_time_of_the_links_beside_the_computation() -> None:
         assert time.perf_counter() - begin >= 0.02
 
 
+def test_messages_over_gloo_take_the_processors_time() -> None:
+    """In a thread, as long as was measured for so many bytes; the message has not ended before."""
+    links = Links(parse_cluster("2xCPU", hosts=1), processor=1e-9)
+    with register(links.line):
+        dist.init_process_group("rehearsal", rank=0, world_size=2, store=dist.HashStore())
+        own, before = torch.zeros(7_500_000), (time.process_time(), time.thread_time())  # 30 MB are sent
+        work: Any = dist.all_reduce(own, async_op=True)
+        work.wait()
+        spent = time.process_time() - before[0], time.thread_time() - before[1]
+        assert work.is_completed()
+        assert 0.03 <= spent[0] - spent[1] < 0.04
+        links.is_free = True
+        assert links.reserve(Collective("all-gather", 2**30, 2, 1), 0.0)[2] == 0
+        dist.destroy_process_group()
+    assert 1e-11 < processor_seconds() < 1e-8
+
+
 def test_links_inside_and_between_hosts() -> None:
     """As the planner has them: a group whose ranks are on several hosts waits for the slower links."""
     links = Links(parse_cluster("16xH100"))
@@ -273,6 +290,8 @@ def test_links_inside_and_between_hosts() -> None:
     assert strided == pytest.approx(2**30 / 2 / (50e9 * 0.75), rel=0.02)
     assert across > inside
     assert of(8, 1, "all-reduce", 2) == pytest.approx(2 * inside, rel=0.02)
+    for what in ("all-to-all", "all-gather"):  # what a rank keeps of an exchange is on no link
+        assert Collective(what, 2**30, 8, 1).sent(parse_cluster("8xH100")) == (pytest.approx(2**30 * 7 / 8), 0)
     assert of(1, 1) == 0
     links.is_free = True
     assert of(16, 1) == 0

@@ -51,14 +51,17 @@ class Collective:
     stride: int
     times: int = 1
 
-    def seconds(self, cluster: Cluster) -> tuple[float, float, float]:
-        """Return the seconds that it takes on the links inside a host, between hosts, and as latency."""
+    def sent(self, cluster: Cluster) -> tuple[float, float]:
+        """Return the bytes that a rank sends on its links inside a host and between hosts."""
         on_links = _LINKS.get(self.what, carried)
         # What a rank sends to itself in an exchange takes no link.
         nbytes = self.nbytes * (1 - 1 / self.ranks) if on_links is exchanged else self.nbytes
-        sent = on_links(self.times * nbytes, self.ranks, stride=self.stride, ranks_per_host=cluster.per_host)
-        hops = 1 if on_links is passed_on else steps(self.ranks, times=self.times)
-        return *cluster.device.link_seconds(*sent), hops * STEP_LATENCY
+        return on_links(self.times * nbytes, self.ranks, stride=self.stride, ranks_per_host=cluster.per_host)
+
+    def seconds(self, cluster: Cluster) -> tuple[float, float, float]:
+        """Return the seconds that it takes on the links inside a host, between hosts, and as latency."""
+        hops = 1 if _LINKS.get(self.what) is passed_on else steps(self.ranks, times=self.times)
+        return *cluster.device.link_seconds(*self.sent(cluster)), hops * STEP_LATENCY
 
 
 CommunicatorLine = Callable[[Collective, Tensors, Callable[[], object], bool], dist.Work]

@@ -6,10 +6,14 @@ of different communicators share the links: one sends its data after the other, 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,12 +25,45 @@ from fullshard.plan.hardware import Cluster
 
 _WORK: Any = dist.Work
 
+_HERE, _THERE = ((ctypes.c_char * 2**22).from_buffer(bytearray(b"1") * 2**22) for _ in range(2))
+_PIECE = 2**16  # the bytes that TCP passes on at once
+
+
+def processor_seconds() -> float:
+    """Return the seconds of this machine's processor for each byte that a rank sends and receives over TCP.
+
+    As beside a computation, the pieces of a message come one by one and are in no cache.
+    """
+    spent, server = 0.0, socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as sender, server.accept()[0] as receiver:
+        for start in range(0, len(_HERE), _PIECE):
+            ctypes.memmove(_THERE, _HERE, len(_HERE))
+            time.sleep(5e-4)
+            begin = time.thread_time()
+            sender.sendall(memoryview(_HERE)[start : start + _PIECE])
+            receiver.recv_into(memoryview(_THERE)[start:], _PIECE, socket.MSG_WAITALL)
+            spent += time.thread_time() - begin
+    return spent / len(_HERE)
+
+
+def _keep_busy(begin: float, end: float, seconds: float) -> None:
+    """Copy memory for so many seconds of the processor, in parts of 1 ms between two times of the host's clock."""
+    parts = math.ceil(seconds / 1e-3)
+    for part in range(parts):
+        time.sleep(max(0.0, begin + (end - begin) * part / parts - time.perf_counter()))
+        until = time.thread_time() + seconds / parts
+        while time.thread_time() < until:
+            ctypes.memmove(_THERE, _HERE, 2**18)
+
 
 class Links:
-    """The links of a cluster, and the lines on them. While `is_free`, messages take no time."""
+    """The links of a cluster, and the lines on them. While `is_free`, messages take no time.
 
-    def __init__(self, cluster: Cluster, *, is_free: bool = False) -> None:
-        self._cluster, self.is_free = cluster, is_free
+    `processor` is the seconds of this machine's processor for each byte that a message sends.
+    """
+
+    def __init__(self, cluster: Cluster, *, is_free: bool = False, processor: float = 0.0) -> None:
+        self._cluster, self.is_free, self._processor = cluster, is_free, processor
         self._sent_at = [0.0, 0.0]  # when the links inside hosts and between hosts are free, on the host's clock
         self._sent: Any = None  # and on the GPU's, in its memory
 
@@ -51,12 +88,14 @@ class Links:
         fill()
         torch_private.wait_on_device(begun, slower + latency)
 
-    def reserve(self, message: Collective, earliest: float) -> float:
-        """Return when a message has ended that is sent after those before it, at this time of the host or later."""
+    def reserve(self, message: Collective, earliest: float) -> tuple[float, float, float]:
+        """Return when a message begins and ends that follows those before it, and its seconds of the processor."""
         sending, latency = self.seconds(message)
         link = sending.index(max(sending))
-        self._sent_at[link] = max(earliest, self._sent_at[link]) + sending[link]
-        return self._sent_at[link] + latency
+        begin = max(earliest, self._sent_at[link])
+        self._sent_at[link] = begin + sending[link]
+        spent = 0.0 if self.is_free else self._processor * sum(message.sent(self._cluster))
+        return begin, self._sent_at[link] + latency, spent
 
     def seconds(self, message: Collective) -> tuple[tuple[float, float], float]:
         """Return how long a message occupies the links inside hosts and between hosts, and its latency."""
@@ -83,18 +122,20 @@ class _RunningWork(_WORK):  # type: ignore[misc]
 
 
 class HostWork(_RunningWork):
-    """A message that ends at a time of `time.perf_counter`. The host waits for it."""
+    """A message that ends at a time of `time.perf_counter`, or with the thread `busy`. The host waits for it."""
 
-    def __init__(self, end: float, *kept: Any) -> None:
+    def __init__(self, end: float, *kept: Any, busy: Future[None] | None = None) -> None:
         super().__init__(*kept)
-        self._end = end
+        self._end, self._busy = end, busy
 
     def _wait(self) -> None:
+        if self._busy is not None:
+            self._busy.result()
         time.sleep(max(0.0, self._end - time.perf_counter()))
 
     def is_completed(self) -> bool:
         """Return whether the message has ended."""
-        return time.perf_counter() >= self._end
+        return time.perf_counter() >= self._end and (self._busy is None or self._busy.done())
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future for those that chain work to the message, such as DDP."""
@@ -110,14 +151,16 @@ class HostLine:
 
     def __init__(self, links: Links) -> None:
         self._links, self._free_at = links, 0.0
+        self._thread = ThreadPoolExecutor(1)  # as Gloo has for each group
 
     def __call__(self, message: Collective, whole: Tensors, fill: Callable[[], object], is_async: bool) -> HostWork:
         """Start a collective."""
         if message.what == "barrier" and torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
-        self._free_at = self._links.reserve(message, max(time.perf_counter(), self._free_at))
+        begin, self._free_at, spent = self._links.reserve(message, max(time.perf_counter(), self._free_at))
+        busy = self._thread.submit(_keep_busy, begin, self._free_at, spent) if spent > 1e-4 else None
         fill()
-        return HostWork(self._free_at, whole)
+        return HostWork(self._free_at, whole, busy=busy)
 
 
 class StreamWork(_RunningWork):

@@ -25,7 +25,7 @@ import fullshard
 from fullshard.api import torch_private
 from fullshard.api.rehearsal import saves, waits
 from fullshard.api.rehearsal.group import NAME, RehearsedGroup, register, unknown
-from fullshard.api.rehearsal.lines import Links
+from fullshard.api.rehearsal.lines import Links, processor_seconds
 from fullshard.api.rehearsal.messages import messages_of
 from fullshard.api.rehearsal.meter import Meter
 from fullshard.comm.select import register_backend
@@ -41,7 +41,8 @@ def main() -> None:
     cluster = of_links = parse_cluster(options["devices"])
     if options["links"] not in (None, "free"):
         of_links = dataclasses.replace(cluster, device=find_device(options["links"]))
-    links = Links(of_links, is_free=options["links"] == "free")
+    spent = processor_seconds() if cluster.device.is_cpu else 0.0
+    links = Links(of_links, is_free=options["links"] == "free", processor=spent)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(_variables(options["rank"], cluster.count, cluster.per_host, store.port))
     if cluster.device.is_cpu:
