@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from fullshard.api.rehearsal.meter import FREE, exposed_seconds
 from fullshard.cli.rehearse import _asked, _lines
 from fullshard.observe.plots import rehearsal_chart
 from fullshard.observe.report import write_report
@@ -168,3 +169,49 @@ def test_values_of_other_ranks_are_named_in_short_lines() -> None:
     assert "broadcast from rank 8 of 64 (3x)" in asked.replace("\n", " ")
     assert max(map(len, asked.splitlines())) <= 80
     assert asked.splitlines()[-1].startswith("hint: ")
+
+
+@pytest.mark.parametrize("period", [2, 3, 4])
+@pytest.mark.parametrize("steps", [7, 8, 10, 12, 18, 30])
+def test_slow_steps_are_not_taken_for_communication(period: int, steps: int) -> None:
+    """A script that saves in every second, third or fourth step, whichever its first is."""
+    for first in range(period):
+        spans = [(0.1 + 0.02 * (not free) + 0.3 * (step % period == first), free) for step, free in _kinds(steps)]
+        assert exposed_seconds(spans) == pytest.approx(0.02)
+
+
+def _kinds(steps: int) -> list[tuple[int, bool]]:
+    return [(step, FREE[step % len(FREE)]) for step in range(steps)]
+
+
+def test_exposed_communication_needs_steps_of_both_kinds() -> None:
+    """It is never negative, and None without a step whose links are free."""
+    assert exposed_seconds([(0.1, False)] * 3) is None
+    assert exposed_seconds([(0.1, True)] * 3) is None
+    assert exposed_seconds([(0.1, False), (0.2, True)]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_a_script_that_sleeps_in_some_steps(period: int, tmp_path: Path) -> None:
+    """Its messages of 20 ms are measured all the same."""
+    lines = [
+        "import sys, time, torch, torch.distributed as dist",
+        "dist.init_process_group('gloo')",
+        "model = torch.nn.Linear(8, 8)",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        "message = torch.ones(125_000)  # of 0.5 MB, sent twice at 50 MB/s",
+        "for step in range(14):",
+        "    model(torch.ones(8)).sum().backward()",
+        "    dist.all_reduce(message)",
+        "    time.sleep(0.1 * (step % int(sys.argv[1]) == 0))",
+        "    optimizer.step()",
+    ]
+    (tmp_path / "sleeps.py").write_text("\n".join(lines))
+    values = {"name": "CPU", "memory": 10**10, "per_host": 1000, "source": "a test", "framework": 0, "flops": 1e11,
+              "flops_fp32": 1e11, "memory_bandwidth": 2e10, "link": 5e7, "network": 5e7,
+              "link_efficiency": 1.0}  # fmt: skip
+    (tmp_path / "here.json").write_text(json.dumps(values))
+    devices = f"1000x{tmp_path / 'here.json'}"
+    found = rehearse_in_a_fork(tmp_path, tmp_path / "sleeps.py", str(period), devices=devices)
+    assert found["exposed_seconds"] == pytest.approx(0.02, rel=0.25)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ from fullshard.plan.work import step_flops
 WARM_UP = 2
 """The steps that are not timed. The first creates the optimizer's state, and the engine learns the order of units."""
 
+FREE = (False,) * 3 + (True,) * 6 + (False,) * 3
+"""Whether the links are free in each of twelve steps after the warm-up. What a script does in every second, third or
+fourth step thus falls on both kinds, also in a part of a row if it has seven steps or more."""
+
 PAGE = 1024
 """The number of losses for which host memory is pinned at once, because that may stop the device for a moment."""
 
@@ -44,7 +49,7 @@ LOAD, FORWARD, BACKWARD, OPTIMIZER = "load and first forward", "forward", "backw
 class Meter:
     """Measures the script that this process runs from now on.
 
-    Every second step after the warm-up runs with free links. What that saves is the exposed communication.
+    Half of the steps after the warm-up run with free links. What that saves is the exposed communication.
     """
 
     def __init__(self, links: Links, steps: int | None, cluster: Cluster) -> None:
@@ -130,7 +135,7 @@ class Meter:
         if count == 1:
             self._engine = engine_of(optimizer)
             self._look_at(optimizer)
-        self._links.is_free = self._always_free or (count >= WARM_UP and (count - WARM_UP) % 2 == 1)
+        self._links.is_free = self._always_free or (count >= WARM_UP and FREE[(count - WARM_UP) % len(FREE)])
         if count == WARM_UP:
             for counter in self._reads:
                 counter.clear()
@@ -184,13 +189,11 @@ class Meter:
     def answer(self) -> dict[str, Any]:
         """Return what was measured, as values for JSON. Times are None if too few steps have ended."""
         self._turn(FORWARD)
-        spans: dict[bool, list[float]] = {False: [], True: []}
-        for (before, _), (end, is_free) in itertools.pairwise(self._ends[WARM_UP - 1 :]):
-            spans[is_free].append(seconds_between(before, end))
-        linked, free = (statistics.median(spans[kind]) if spans[kind] else None for kind in (False, True))
-        step = free if self._always_free else linked
+        pairs = itertools.pairwise(self._ends[WARM_UP - 1 :])
+        spans = [(seconds_between(before, end), is_free) for (before, _), (end, is_free) in pairs]
+        chosen = [span for span, is_free in spans if is_free == self._always_free]
+        step, exposed = statistics.median(chosen) if chosen else None, exposed_seconds(spans)
         timed = max(1, len(self._ends) - WARM_UP)
-        exposed = None if linked is None or free is None else max(0.0, linked - free)
         runtime = self._cluster.device.framework or self._before  # of a CPU, the process before the script
         needed, memory = self._top[1] + runtime, self._cluster.device.memory
         if torch.accelerator.is_available():
@@ -212,6 +215,19 @@ class Meter:
             "saves": saves.done,
             "unknown": dict(unknown),
         }
+
+
+def exposed_seconds(spans: Sequence[tuple[float, bool]]) -> float | None:
+    """Return what free links save, from the seconds of each step after the warm-up and whether its links were free.
+
+    It is the median of the differences between the steps of each row of `FREE` (Hodges and Lehmann 1963). If some steps
+    of both kinds take longer for another reason, as many differences are too large as too small.
+    """
+    saved = []
+    for row in (spans[start : start + len(FREE)] for start in range(0, len(spans), len(FREE))):
+        free = [span for span, is_free in row if is_free]
+        saved += [span - other for span, is_free in row if not is_free for other in free]
+    return max(0.0, statistics.median(saved)) if saved else None
 
 
 def now() -> Any:
