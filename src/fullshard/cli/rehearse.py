@@ -123,6 +123,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"times are of the device at hand; {about if found['seconds_by_plan'] else 'there is no plan'}")
     if found["data_seconds"] is not None:
         lines.append(f"data: {_span(found['data_seconds'])} per step wait for the DataLoader, on average")
+    waits = found["waits"].items()
+    if late := [(noted["late"] / noted["count"], what) for what, noted in waits if "late" in noted]:
+        lines.append(f"the host is behind the device in at most {max(late)[0]:.0%} of the waits, in {max(late)[1]}")
+    elif waited := max(((noted["host"], what) for what, noted in waits), default=None):
+        lines.append(f"waits for messages take at most {_span(waited[0])} per step, in {waited[1]}")
     for kind, made in found["saves"].items():
         if count := made["count"]:
             later = made["background_seconds"] / count

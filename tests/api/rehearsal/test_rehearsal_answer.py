@@ -111,6 +111,18 @@ def test_time_is_said_for_the_device_at_hand(known: dict[str, Any], unknown: dic
     assert unknown["flops"] == pytest.approx(outer, rel=0.01)
 
 
+def test_the_worst_wait_is_named(known: dict[str, Any], unknown: dict[str, Any]) -> None:
+    """The longest on a CPU; on a device, the one that most often begins after all of its work."""
+    assert {"unit 'model.layers.0', unshard", "unit 'model.layers.0', reduce"} <= known["waits"].keys()
+    place = max(known["waits"], key=lambda place: known["waits"][place]["host"])
+    seconds = known["waits"][place]["host"]
+    assert f"waits for messages take at most {1000 * seconds:.1f} ms per step, in {place}" in _lines(known)
+    assert unknown["waits"].keys() == {"the script"}
+    late = {"a": {"count": 4, "late": 1}, "b": {"count": 8, "late": 6}, "c": {"count": 1, "host": 9}}
+    assert "the host is behind the device in at most 75% of the waits, in b" in _lines(known | {"waits": late})
+    assert not any("waits" in line for line in _lines(known | {"waits": {}}))
+
+
 def test_mfu_needs_a_device_whose_peak_is_known(known: dict[str, Any], tmp_path: Path) -> None:
     """A CPU has one only if it was calibrated."""
     assert known["mfu"] is None
@@ -215,3 +227,6 @@ def test_a_script_that_sleeps_in_some_steps(period: int, tmp_path: Path) -> None
     devices = f"1000x{tmp_path / 'here.json'}"
     found = rehearse_in_a_fork(tmp_path, tmp_path / "sleeps.py", str(period), devices=devices)
     assert found["exposed_seconds"] == pytest.approx(0.02, rel=0.25)
+    assert found["waits"].keys() == {"the script"}
+    assert found["waits"]["the script"]["count"] == 1
+    assert 0.015 < found["waits"]["the script"]["host"] < 0.1

@@ -5,7 +5,9 @@ pytest -m full tests/api/rehearsal/test_rehearsal_streams.py
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -102,6 +104,48 @@ def test_losses_are_kept_on_the_host_without_waiting() -> None:
     assert len(set(expected)) == 2
     assert len(set(nbytes)) == 1
     assert waits == 0
+
+
+class _Behind(nn.Module):
+    """A host that is so slow that the device has ended all its work."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        torch.accelerator.synchronize()
+        return value
+
+
+def _waits(is_behind: bool) -> dict[str, dict[str, float]]:
+    """Train three sharded layers under a meter, and return the waits of a step."""
+    from tests.simulated.device import Order, begin
+
+    begin(Order.LAZY)  # the device does nothing before somebody waits for it
+    cluster = parse_cluster("4xH100")
+    with rehearsed(0, 4), patch("fullshard.api.rehearsal.meter.now", time.perf_counter):  # its events have no times
+        meter = Meter(Links(cluster, is_free=True), None, cluster)
+        layers = [nn.Linear(8, 8) for _ in range(3)]
+        between = _Behind() if is_behind else nn.Identity()
+        model = nn.Sequential(layers[0], between, layers[1], between, layers[2]).to("simulated")
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            model(torch.ones(2, 8, device="simulated")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found: dict[str, dict[str, float]] = meter.answer()["waits"]
+        return found
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_late_waits_are_those_of_an_idle_device(*, is_behind: bool) -> None:
+    """If the host is behind, what was gathered ahead for the second and the third layer was there before the host."""
+    end_worker()
+    found = on_device(_waits, is_behind)
+    end_worker()
+    late = {place: noted["late"] for place, noted in found.items() if noted.get("late")}
+    assert late == ({"unit '2', unshard": 1, "unit '4', unshard": 1} if is_behind else {})
+    assert "unit '0', reduce" in found
 
 
 def _memory() -> tuple[int, int, int, int]:

@@ -3,6 +3,7 @@
 A line uses the host's time or a GPU's. A communicator runs its messages one after the other, latency included. Messages
 of different communicators share the links: one sends its data after the other, while their latencies overlap.
 """
+# ruff: noqa: D102 - the methods of a work are those of `torch.distributed`
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import math
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -21,27 +23,24 @@ import torch.distributed as dist
 
 from fullshard.api import torch_private
 from fullshard.api.rehearsal.group import Collective, CommunicatorLine, RehearsedGroup, Tensors
+from fullshard.comm.waiting import PROGRESS
 from fullshard.plan.hardware import Cluster
 
 _WORK: Any = dist.Work
 
 _HERE, _THERE = ((ctypes.c_char * 2**22).from_buffer(bytearray(b"1") * 2**22) for _ in range(2))
-_PIECE = 2**16  # the bytes that TCP passes on at once
 
 
 def processor_seconds() -> float:
-    """Return the seconds of this machine's processor for each byte that a rank sends and receives over TCP.
-
-    As beside a computation, the pieces of a message come one by one and are in no cache.
-    """
+    """Return the processor's seconds for each byte that a rank sends and receives over TCP, in pieces in no cache."""
     spent, server = 0.0, socket.create_server(("127.0.0.1", 0))
     with server, socket.create_connection(server.getsockname()) as sender, server.accept()[0] as receiver:
-        for start in range(0, len(_HERE), _PIECE):
+        for start in range(0, len(_HERE), 2**16):  # the most that TCP passes on at once
             ctypes.memmove(_THERE, _HERE, len(_HERE))
             time.sleep(5e-4)
             begin = time.thread_time()
-            sender.sendall(memoryview(_HERE)[start : start + _PIECE])
-            receiver.recv_into(memoryview(_THERE)[start:], _PIECE, socket.MSG_WAITALL)
+            sender.sendall(memoryview(_HERE)[start : start + 2**16])
+            receiver.recv_into(memoryview(_THERE)[start:], 2**16, socket.MSG_WAITALL)
             spent += time.thread_time() - begin
     return spent / len(_HERE)
 
@@ -57,10 +56,7 @@ def _keep_busy(begin: float, end: float, seconds: float) -> None:
 
 
 class Links:
-    """The links of a cluster, and the lines on them. While `is_free`, messages take no time.
-
-    `processor` is the seconds of this machine's processor for each byte that a message sends.
-    """
+    """The links of a cluster, and the lines on them. A byte takes `processor` seconds. If `is_free`, none do."""
 
     def __init__(self, cluster: Cluster, *, is_free: bool = False, processor: float = 0.0) -> None:
         self._cluster, self.is_free, self._processor = cluster, is_free, processor
@@ -105,6 +101,11 @@ class Links:
         return (inside, across), latency
 
 
+waits = Counter[tuple[str, str]]()
+"""The `count` of waits for messages, and the seconds of the `host` in them or how many it began `late`, when the device
+had nothing left to do, by what the engine did meanwhile."""
+
+
 class _RunningWork(_WORK):  # type: ignore[misc]
     """A message under way, and what must not be freed before somebody has waited for it."""
 
@@ -113,8 +114,8 @@ class _RunningWork(_WORK):  # type: ignore[misc]
         self._kept = kept
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the message, as `torch.distributed` says."""
-        self._wait()
+        what, (kind, value) = PROGRESS.what if PROGRESS.is_waiting else "the script", self._wait()
+        waits.update({(what, "count"): 1, (what, kind): value})
         self._kept = ([],)
         return True
 
@@ -128,17 +129,17 @@ class HostWork(_RunningWork):
         super().__init__(*kept)
         self._end, self._busy = end, busy
 
-    def _wait(self) -> None:
+    def _wait(self) -> tuple[str, Any]:
+        begin = time.perf_counter()
         if self._busy is not None:
             self._busy.result()
         time.sleep(max(0.0, self._end - time.perf_counter()))
+        return "host", time.perf_counter() - begin
 
     def is_completed(self) -> bool:
-        """Return whether the message has ended."""
         return time.perf_counter() >= self._end and (self._busy is None or self._busy.done())
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future for those that chain work to the message, such as DDP."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         timer = threading.Timer(max(0.0, self._end - time.perf_counter()), future.set_result, self._kept)
         timer.daemon = True
@@ -170,15 +171,15 @@ class StreamWork(_RunningWork):
         super().__init__(*kept)
         self._line, self._event = line, event
 
-    def _wait(self) -> None:
+    def _wait(self) -> tuple[str, Any]:
+        is_late = self._event.query() and self._line.current().query()
         self._line.current().wait_event(self._event)
+        return "late", is_late
 
     def is_completed(self) -> bool:
-        """Return whether the message has ended."""
         return bool(self._event.query())
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future for those that chain work to the message, such as DDP."""
         stream = self._line.make()
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[stream.device])
         stream.wait_event(self._event)
@@ -190,12 +191,8 @@ class StreamWork(_RunningWork):
 class StreamLine:
     """A line for tensors of a device. As with NCCL, its messages run on a stream of their own unless they are awaited.
 
-    The device itself waits until the time of a message is over, while the host continues.
-
-    Args:
-        current: returns the current stream.
-        make: returns a new stream.
-        occupy: keeps the current stream busy for as long as a message takes, and fills its results.
+    The device itself waits until the time of a message is over, while the host continues. `current` returns the current
+    stream and `make` a new one. `occupy` keeps the current stream busy for a message, and fills its results.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fullshard.api import torch_private
 from fullshard.api.rehearsal import saves
 from fullshard.api.rehearsal.group import unknown
-from fullshard.api.rehearsal.lines import Links
+from fullshard.api.rehearsal.lines import Links, waits
 from fullshard.api.rehearsal.planned import device_at_hand, engine_of, peaks_of, plan_of, read_job, seconds_of
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import Replaced, replace
@@ -37,8 +37,7 @@ WARM_UP = 2
 """The steps that are not timed. The first creates the optimizer's state, and the engine learns the order of units."""
 
 FREE = (False,) * 3 + (True,) * 6 + (False,) * 3
-"""Whether the links are free in each of twelve steps after the warm-up. What a script does in every second, third or
-fourth step thus falls on both kinds, also in a part of a row if it has seven steps or more."""
+"""Whether links are free in steps after the warm-up. Both kinds thus have every second, third and fourth step."""
 
 PAGE = 1024
 """The number of losses for which host memory is pinned at once, because that may stop the device for a moment."""
@@ -66,6 +65,7 @@ class Meter:
         self._peaks: dict[str, list[int]] = {}  # allocated and reserved bytes, by phase
         self._top = [0, 0]  # of the whole script
         self._waited: float | None = None  # seconds for batches
+        self._waits = Counter[tuple[str, str]]()  # for messages, in the steps whose time is given
         self._before = _of_process("VmRSS")
         _forget_peak()
         register_optimizer_step_pre_hook(lambda *_: self._turn(OPTIMIZER))
@@ -132,6 +132,9 @@ class Meter:
         if (count := max(self._steps.values())) <= len(self._ends):  # another optimizer of the same step
             return
         self._ends.append((now(), self._links.is_free))
+        if count > WARM_UP and self._links.is_free == self._always_free:
+            self._waits.update(waits)
+        waits.clear()
         if count == 1:
             self._engine = engine_of(optimizer)
             self._look_at(optimizer)
@@ -194,6 +197,9 @@ class Meter:
         chosen = [span for span, is_free in spans if is_free == self._always_free]
         step, exposed = statistics.median(chosen) if chosen else None, exposed_seconds(spans)
         timed = max(1, len(self._ends) - WARM_UP)
+        places: dict[str, dict[str, float]] = {}
+        for (what, kind), total in self._waits.items():
+            places.setdefault(what, {})[kind] = total / len(chosen)
         runtime = self._cluster.device.framework or self._before  # of a CPU, the process before the script
         needed, memory = self._top[1] + runtime, self._cluster.device.memory
         if torch.accelerator.is_available():
@@ -202,6 +208,7 @@ class Meter:
             "steps": len(self._ends),
             "step_seconds": step,
             "exposed_seconds": exposed,
+            "waits": places,
             "data_seconds": None if step is None or self._waited is None else self._waited / timed,
             **self._beside(step, exposed, timed),
             "losses": torch.cat([*self._losses, torch.empty(0)])[: len(self._ends)].tolist(),
@@ -218,15 +225,9 @@ class Meter:
 
 
 def exposed_seconds(spans: Sequence[tuple[float, bool]]) -> float | None:
-    """Return what free links save, from the seconds of each step after the warm-up and whether its links were free.
-
-    It is the median of the differences between the steps of each row of `FREE` (Hodges and Lehmann 1963). If some steps
-    of both kinds take longer for another reason, as many differences are too large as too small.
-    """
-    saved = []
-    for row in (spans[start : start + len(FREE)] for start in range(0, len(spans), len(FREE))):
-        free = [span for span, is_free in row if is_free]
-        saved += [span - other for span, is_free in row if not is_free for other in free]
+    """Return the median difference (Hodges and Lehmann 1963) between linked and free steps within rows of `FREE`."""
+    rows = (spans[start : start + len(FREE)] for start in range(0, len(spans), len(FREE)))
+    saved = [span - other for row in rows for span, is_free in row if not is_free for other, free in row if free]
     return max(0.0, statistics.median(saved)) if saved else None
 
 
