@@ -291,7 +291,7 @@ def test_links_inside_and_between_hosts() -> None:
     assert across > inside
     assert of(8, 1, "all-reduce", 2) == pytest.approx(2 * inside, rel=0.02)
     for what in ("all-to-all", "all-gather"):  # what a rank keeps of an exchange is on no link
-        assert Collective(what, 2**30, 8, 1).sent(parse_cluster("8xH100")) == (pytest.approx(2**30 * 7 / 8), 0)
+        assert Collective(what, 2**30, 8, 1).sent(parse_cluster("8xH100"))[0] == pytest.approx(2**30 * 7 / 8)
     assert of(1, 1) == 0
     links.is_free = True
     assert of(16, 1) == 0
