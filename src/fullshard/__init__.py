@@ -3,8 +3,6 @@
 The public names are imported on first use, so `import fullshard` and `fullshard --help` do not load torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

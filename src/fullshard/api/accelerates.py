@@ -1,7 +1,5 @@
 """Convert Accelerate's plugin objects to fullshard's."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -4,8 +4,6 @@ The measurements run in one process per device, as in training. Each process run
 `python -m fullshard.api.calibration FILE`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

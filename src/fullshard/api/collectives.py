@@ -4,8 +4,6 @@ They handle only a few values per step or epoch. Therefore, unlike the engine's 
 pass the same shapes. In a single process, they do not communicate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 

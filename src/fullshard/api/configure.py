@@ -1,7 +1,5 @@
 """Combine the settings of a script and its launcher in one `RunConfig`. The script's settings take precedence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ torch's `context_parallel` cuts the sequences. On GPUs, it also computes attenti
 for CPUs and other devices. There, attention gathers keys and values, which gives the same numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ It reads the model's configuration from stdin and writes the shapes to stdout, b
     python -m fullshard.api.counting < config.json
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

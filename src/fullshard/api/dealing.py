@@ -7,8 +7,6 @@ The order is cut into *rounds*, one per step. Rank r takes the r-th share of eac
     rank 1              2 3 |     6 7 |     0 1       <- filled up from the start, unless batches are uneven
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

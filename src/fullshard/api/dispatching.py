@@ -5,8 +5,6 @@ separately, so their shapes may differ. Rank 0 reads one step ahead, because it 
 that it sends is the last one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """One function for scripts that have their own training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The read-only properties of an Accelerator, under Accelerate's names."""
 
-from __future__ import annotations
-
 import functools
 from operator import methodcaller
 from typing import Any

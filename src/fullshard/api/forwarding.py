@@ -1,7 +1,5 @@
 """Properties that read an attribute of an object that the instance holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any

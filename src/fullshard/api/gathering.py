@@ -1,7 +1,5 @@
 """Collectives for evaluation loops: the Accelerator's methods that gather metrics and share a trigger flag."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

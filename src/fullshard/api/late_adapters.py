@@ -4,8 +4,6 @@ The adapters of each unit become another unit over the same ranks. Adapters on e
 distributes are also parameters of all ranks. In forward, each rank adds to its own experts their part of the adapter.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The Accelerator's methods that divide data loaders over the ranks and control the iteration over them."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Training from a notebook with Accelerate's launchers, after checks for errors that would break forked processes."""
 
-from __future__ import annotations
-
 import functools
 import os
 import socket

@@ -1,7 +1,5 @@
 """The optimizer that `prepare` returns. It takes a step only when gradient accumulation is complete."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options of an Accelerator that are not part of its configuration: the project directory and Accelerate's handlers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ The layout comes from the model, and the other settings (accumulation, optimizer
 result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence

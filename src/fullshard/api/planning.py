@@ -1,7 +1,5 @@
 """Planning for a model object. Its shapes are read from its modules, so the model can be on the meta device."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections import Counter

@@ -4,8 +4,6 @@ The fields are read in the same way as the keys of a configuration file. Every f
 named once in a warning that explains why it has no effect here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

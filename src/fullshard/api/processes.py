@@ -1,7 +1,5 @@
 """Accelerate's process helpers: ranks, barriers, printing on one rank, and splitting inputs between ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

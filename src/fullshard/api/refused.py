@@ -1,7 +1,5 @@
 """Accelerate's names that fullshard refuses, with reasons, and the names that it takes from Accelerate unchanged."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Accelerator's methods for Accelerate's trackers and for profiling with torch's profiler."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Check before a run whether the disk has enough space for the run's checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

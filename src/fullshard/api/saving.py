@@ -6,8 +6,6 @@ gets its final name when all parts are complete, so it is either complete or abs
 that share an optimizer are saved in one part.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ As in Accelerate, it steps once per *rank* and optimizer step, unless loaders sp
 script can therefore compute the length of its schedule from the loader before `prepare`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

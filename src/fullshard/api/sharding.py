@@ -1,7 +1,5 @@
 """Shard a model according to its settings. Only this module translates a `ShardingConfig` into calls to the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ loader in the wrong order. After an Accelerator has been created, these function
 fullshard's objects, in every module that has imported them. For other objects they work as before.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Wrappers for the private names of torch that `api` and `integrations` use. See also `comm.torch_private`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from operator import attrgetter, methodcaller

@@ -4,8 +4,6 @@ PEFT decides which tensors belong to an adapter and what they are called in a fi
 empty tensors in place of the weights. Then only the tensors that it selects are gathered, one at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

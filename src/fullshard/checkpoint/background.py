@@ -7,8 +7,6 @@
 The second part of `save` runs in another thread, with its own process group, so that messages never mix.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -9,8 +9,6 @@
 | `X.quant_state.bitsandbytes__nf4` | JSON: type, block sizes, shape, dtype, mean of the scales |
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Find the newest valid checkpoint in a directory, and remove old checkpoints."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read stored tensors for ranks that hold other parts of them, because tensor parallelism splits them differently."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -7,8 +7,6 @@
 | `bitsandbytes` in 4 bits | see `bitsandbytes_files` | `nf4`, `fp4` |
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Sources of weights whose codes and scales are stored as separate tensors in the files."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Blocks are counted from the start of a rank's interval, so only a rank with the 
 bit for bit. Other ranks and other programs read ordinary values, and the optimizer encodes them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Collect each rank's part of a checkpoint, and merge the reports of all ranks into the manifest on rank 0."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Required, TypedDict

@@ -8,8 +8,6 @@ such `Group` at a time, so that only one group is in memory.
 In earlier versions of Transformers, a tensor keeps its name, except for the prefix of its base model.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -9,8 +9,6 @@ therefore always one complete copy, and if one host is lost, the others still ha
 ranks agree on the newest complete copy and verify it, and each host receives the files that its ranks will read.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

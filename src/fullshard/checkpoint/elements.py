@@ -1,7 +1,5 @@
 """Convert between the elements of tensors and the bytes in data files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Convert between a sharded model and the state dict of the unsharded model, with full tensors in memory."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -8,8 +8,6 @@ store, each job writes its own lease (`.lease.json.ID`), renews it, and looks fo
 no longer renewed has expired. If two jobs start at the same time, at least the later one sees the lease of the other.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

@@ -4,8 +4,6 @@ They work layer by layer: PEFT's own code merges or unmerges a copy of the layer
 rank keeps its interval of the result. The results are bit-identical to PEFT's.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType

@@ -4,8 +4,6 @@ A load that fails its checks changes nothing: values change only after the manif
 and every file verified by one rank. The files are then read and verified again, usually from the page cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set

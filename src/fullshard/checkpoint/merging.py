@@ -4,8 +4,6 @@ PEFT's own code merges each layer, on a copy of that layer with unsharded parame
 PEFT's. The caller supplies the parameters, from the shards of a running job (here) or from files (`offline.merged`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Moving averages of weights are stored in the same way as optimizer state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

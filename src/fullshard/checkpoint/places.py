@@ -1,7 +1,5 @@
 """Find the parameters and buffers of a Transformers model that files fill, and weights that files may lack."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re

@@ -7,8 +7,6 @@ No rank ever holds the complete model, not even in host memory. In addition to i
 and, for a weight that is quantised during the load (QLoRA), the full weight before quantisation.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Determine which weights are quantised: by bitsandbytes or, if large and not supported by it, at rest."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

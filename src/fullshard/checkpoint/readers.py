@@ -1,7 +1,5 @@
 """Read elements of tensors from the files of a checkpoint, whichever ranks have stored them."""
 
-from __future__ import annotations
-
 import functools
 from bisect import bisect_right
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Convert one rank's random number generators to tensors and back, without a pickle, which could run code."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from typing import Any

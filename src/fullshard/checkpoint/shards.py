@@ -1,7 +1,5 @@
 """Distribute tensors over the files of a Hugging Face directory. Exports of live models and of checkpoints use this."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

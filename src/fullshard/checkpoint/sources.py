@@ -1,7 +1,5 @@
 """Find the sources of a model's tensors in a Hugging Face directory: tensors stored there, or computed from them."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

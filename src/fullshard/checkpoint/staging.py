@@ -1,7 +1,5 @@
 """Host memory into which a state is copied before it is written in the background."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

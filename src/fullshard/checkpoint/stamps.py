@@ -4,8 +4,6 @@ The timestamp of a save is the time of day or, if this process has seen an equal
 the same directory, or that it has loaded or saved), the next larger number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Create directories and small files atomically: either they are complete, or they do not exist."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

@@ -8,8 +8,6 @@ Both checkpoints are then complete until the manifest is replaced. Only after th
 manifest does not list. Only rank 0 calls these functions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """Stream the weights of a model during training, one tensor at a time, to an inference engine on any host."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator
 

@@ -1,7 +1,5 @@
 """Find the tensors of a model that a checkpoint stores, and this rank's parts of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

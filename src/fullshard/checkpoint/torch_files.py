@@ -4,8 +4,6 @@ The files are zip archives with a pickle. `weights_only=True` only accepts tenso
 compressed entries, which could expand to any size, and entries that share bytes. Tensors are mapped from the file.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile

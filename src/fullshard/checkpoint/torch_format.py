@@ -6,8 +6,6 @@ step-1000/
   optimizer_0/                optimizer state
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Private names of torch that checkpoints use, in addition to those of `comm.torch_private`; see there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 

@@ -5,8 +5,6 @@ cannot express becomes an object with the key `$`. Tensors are stored in a data 
 the JSON. Any other value is an error. No pickle is used, so a checkpoint cannot run code.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections import Counter

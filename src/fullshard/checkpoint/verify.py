@@ -1,7 +1,5 @@
 """Verify every file, byte and element of a checkpoint, without a process group or a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The `fullshard chat` command, which talks to a trained model in the terminal."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

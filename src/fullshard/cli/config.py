@@ -1,7 +1,5 @@
 """The `fullshard config` commands, which write, check, explain, and convert configurations."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

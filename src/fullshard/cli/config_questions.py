@@ -1,7 +1,5 @@
 """The questionnaire of `fullshard config`, which asks about settings in a terminal and writes the answers to a file."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The `fullshard doctor` command, which reports on the environment, diagnoses problems, and can start trial ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The `fullshard launch` command, which starts the processes of a job on this host."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """The entry point, which finds the subcommand to run and turns exceptions into messages and exit codes."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The `fullshard merge` command, which merges an adapter into its base model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -6,8 +6,6 @@ from fullshard.cli.plan_page import page
 page().launch()
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

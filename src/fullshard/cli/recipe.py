@@ -1,7 +1,5 @@
 """The `fullshard recipe` commands, which list, show, and copy the recipes that come with fullshard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The `fullshard rehearse` command, which runs a script as one rank of many on the device at hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

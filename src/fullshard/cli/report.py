@@ -1,7 +1,5 @@
 """The `fullshard report` command, which writes an HTML file about one run or compares several."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

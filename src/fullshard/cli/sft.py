@@ -1,7 +1,5 @@
 """The `fullshard sft` command, which fine-tunes a model in new processes or in processes that a launcher started."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

@@ -3,8 +3,6 @@
 It needs no data, and compares the engine's work with the planner's prediction.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The `fullshard train` command, which starts the processes of a run or takes part in one that a launcher started."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

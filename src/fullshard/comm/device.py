@@ -1,7 +1,5 @@
 """Functions for all kinds of devices (CPU, CUDA, and those that plug into torch) that `torch.accelerator` lacks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

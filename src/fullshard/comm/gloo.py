@@ -1,7 +1,5 @@
 """Collectives for CPU ranks without shared memory, built from Gloo's point-to-point messages."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta

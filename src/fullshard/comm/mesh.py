@@ -7,8 +7,6 @@ The shard axis is the inner axis, so a shard group consists of consecutive ranks
     axis  |      4   5   6   7
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence

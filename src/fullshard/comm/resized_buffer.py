@@ -3,8 +3,6 @@
 The tensor is never replaced, because autograd saves views of parameters (`weight.t()`) that must keep using its memory.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Work, own_interval

@@ -1,7 +1,5 @@
 """The choice of collectives for a group of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

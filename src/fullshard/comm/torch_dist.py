@@ -1,7 +1,5 @@
 """Collectives over `torch.distributed` process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -5,8 +5,6 @@ and the step. `PROGRESS` records each wait while it lasts. A `Watcher` installed
 is missing and end the wait.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Accelerate's dialect: the keys of its files, and one flat table of all keys for its flags and variables."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import partial

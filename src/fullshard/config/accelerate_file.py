@@ -1,7 +1,5 @@
 """Accelerate's YAML and JSON files, which group its keys in sections."""
 
-from __future__ import annotations
-
 from fullshard.config.accelerate import CLUSTER_KEYS, PARALLELISM_KEYS, finish_parallelism
 from fullshard.config.deepspeed import DEEPSPEED_SHORT, STAGES
 from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Status

@@ -1,7 +1,5 @@
 """The settings of the mesh's axes whose ranks get the same batch and divide its sequences."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, model_validator

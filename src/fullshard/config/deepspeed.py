@@ -4,8 +4,6 @@ A ZeRO stage becomes a strategy. Keys about buckets and overlap have no effect. 
 and that the engine does not have (optimizers, data, profilers) are refused unless they are switched off.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Readers for YAML and JSON files that keep the line and column of every entry."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Reader for settings in environment variables."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Each flag that changes a setting is a row of a dialect, like a key in a file. Th
 into flags and the program to run. All arguments after the program are passed to the program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

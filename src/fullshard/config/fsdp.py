@@ -4,8 +4,6 @@ There are two versions of these keys. Version 1 has a named strategy, and versio
 `reshard_after_forward`. This dialect accepts the keys of both versions, as long as they do not contradict each other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

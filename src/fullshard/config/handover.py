@@ -5,8 +5,6 @@ the plugin reads the variables when it is created. The file also contains the va
 that a worker does not apply the same values a second time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

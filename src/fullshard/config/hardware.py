@@ -1,7 +1,5 @@
 """The host's processors, memory, and accelerators, detected without torch because importing it takes seconds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

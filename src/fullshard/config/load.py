@@ -1,7 +1,5 @@
 """Readers for configuration files in any dialect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

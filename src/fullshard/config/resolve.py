@@ -1,7 +1,5 @@
 """Merges the readings of all sources into one `RunConfig`. For each setting, the highest precedence wins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@
 An unknown field, a value of the wrong type, or an unsupported combination raises a `ConfigError`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 

@@ -1,7 +1,5 @@
 """The settings of the group `sharding`, which control how a model is divided over the ranks, and their constraints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 

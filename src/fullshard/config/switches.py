@@ -4,8 +4,6 @@ Users can set the first variables, for example to turn off an optimization. The 
 workers. A variable with fullshard's prefix that is not in the table is an error.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -5,8 +5,6 @@
 This command regenerates the tables between the marks `<!-- table NAME -->` and `<!-- end -->` of a page.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Experiment trackers and the packages they need."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Transformers' dialect: `--fsdp` and the keys of `--fsdp_config` (versions 4 and 5, with or without `fsdp_`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -3,8 +3,6 @@
 A value that cannot be read raises a `ValueError` with a message that gives the expected and the actual value.
 """
 
-from __future__ import annotations
-
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@
 Bounds, defaults, and descriptions come from the schema, which also checks that the settings are compatible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 

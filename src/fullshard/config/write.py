@@ -1,7 +1,5 @@
 """Writes a `RunConfig` as YAML with an explanation of every setting, and the JSON schema of this YAML."""
 
-from __future__ import annotations
-
 import textwrap
 from io import StringIO
 from pathlib import Path

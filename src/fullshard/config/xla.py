@@ -4,8 +4,6 @@
 other keys are translated if they describe the training. Keys about XLA's compiler and collectives have no effect.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fullshard.config import values

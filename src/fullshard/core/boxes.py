@@ -6,8 +6,6 @@ is flattened chunk by chunk, so that a rank's part is always one interval:
     row by row    0 1 2 3 | 4 5 6 7           in two chunks    0 1 4 5 | 2 3 6 7
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

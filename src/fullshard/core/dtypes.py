@@ -10,8 +10,6 @@
 | message | the dtype of the role, unless the message is `packed` |
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

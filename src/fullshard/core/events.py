@@ -1,7 +1,5 @@
 """The events that the engine emits and the planner predicts: one for each transition of a unit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum

@@ -5,8 +5,6 @@ never blocks on a pipe or device and never reads more, or more deeply nested dat
 `OSError` if there is no regular file, and `ValueError` if the text is not UTF-8 or not the expected JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

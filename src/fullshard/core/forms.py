@@ -1,7 +1,5 @@
 """Describe the forms in which frozen weights are stored and sent as codes and scales, without importing torch."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 from functools import cached_property

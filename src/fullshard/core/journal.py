@@ -6,8 +6,6 @@ Every process of a job appends to the same file. So does the launcher, which lea
 line is written in a single call, so that it cannot be split by a kill or by another process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

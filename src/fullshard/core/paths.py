@@ -5,8 +5,6 @@ applies to URLs, because output for `s3://bucket` would end up in a folder `./s3
 shell variable), which would mean the current folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

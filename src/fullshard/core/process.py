@@ -1,7 +1,5 @@
 """Describes a process to other processes: its ID, its machine, and a file with its last activity."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket

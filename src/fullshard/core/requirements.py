@@ -1,7 +1,5 @@
 """The supported versions of torch, which fullshard checks when it is imported, without importing torch itself."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 from fullshard.core.errors import VersionError

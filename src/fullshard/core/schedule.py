@@ -5,8 +5,6 @@ reductions   in the reverse of the first forward's order; a reduction that is re
 in flight    one gather ahead and one reduction behind, which bounds the memory of unsharded tensors
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import StrEnum

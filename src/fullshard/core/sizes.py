@@ -1,7 +1,5 @@
 """Formats and calculates sizes. GiB = 2**30 bytes and GB = 10**9 bytes; fullshard always prints GiB with its unit."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Agreement among the ranks to stop after the same backward, in the message that ends it (`features.preemption`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

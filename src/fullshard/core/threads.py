@@ -5,8 +5,6 @@ threads return from C++ code, which cannot be killed this way, so the process ab
 active exception" (https://github.com/pytorch/pytorch/issues/190489).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

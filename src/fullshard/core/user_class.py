@@ -1,7 +1,5 @@
 """The original class and the original forward of a module that has become a unit and thus has a new class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import MethodType
 from typing import Any

@@ -4,8 +4,6 @@ The binding writes to `module._parameters`. Other code may write there too, with
 parameters before it replaces them. The version counter shows whether a forward modified an original in place.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

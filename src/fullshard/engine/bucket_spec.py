@@ -1,7 +1,5 @@
 """The layout of a bucket, independent of its memory: parameters, ranks, dtypes and intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@
 The exchange is a single all-reduce on the host that computes the maximum of each byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """`fully_shard`, which turns modules into units, in place. It has the signature of torch's `fully_shard`."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar

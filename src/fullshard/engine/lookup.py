@@ -1,7 +1,5 @@
 """Functions that find the unit of a module, the units of a model, and the names of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

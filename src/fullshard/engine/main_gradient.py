@@ -4,8 +4,6 @@ The `.grad` of each sharded parameter is a view of the main gradient, so one add
 As with any parameter, a script may clear, scale or replace a `.grad`. The next micro-batch is added to the result.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """`FSDPModule`, whose methods the user's module gets when it becomes a unit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn

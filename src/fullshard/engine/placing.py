@@ -1,7 +1,5 @@
 """Move the parameters of a unit and the buffers of its modules to the device where the unit computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

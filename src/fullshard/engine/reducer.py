@@ -7,8 +7,6 @@
 `core.schedule` decides which bucket is next, and `engine.backward` decides when one is complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The schedule of one model: what its units share, and what happens before a forward, a step or a save."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

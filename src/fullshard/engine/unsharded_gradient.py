@@ -8,8 +8,6 @@ reduction casts its input (`Collectives.widens`), `full` has the narrower comput
 gradients, until a second gradient of the same parameter is added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import compress
 

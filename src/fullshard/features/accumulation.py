@@ -1,7 +1,5 @@
 """Context managers that disable or enable gradient reduction."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ because backward needs them first, so they occupy memory for the shortest time. 
 of the third step, when the optimizer state and the activations have been allocated.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

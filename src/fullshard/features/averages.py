@@ -5,8 +5,6 @@ swapped()      temporarily replaces the weights with the averages, for an evalua
 a checkpoint   stores the averages next to the optimizer state, and can be loaded on any number of ranks
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ which unit owns the weight. It returns the loss in place of the logits, and the 
 that does anything else with the logits would change the loss. This is detected and raises an error.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass

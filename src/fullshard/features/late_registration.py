@@ -4,8 +4,6 @@ No unit would own them, and their gradients would not be reduced. The model is s
 torch hooks have counted a registration, or a script has written directly to `_parameters` or `_modules`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator

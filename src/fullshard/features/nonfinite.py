@@ -8,8 +8,6 @@
 If sums overflow because of a loss scale, the gradient scaler skips the step, and the byte is not read.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Detection of optimizers that would compute wrong results because each rank has only a part of each tensor."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

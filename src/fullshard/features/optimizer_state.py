@@ -5,8 +5,6 @@ functions that replace torch's methods have the same argument names as the metho
 `state_dict(self=optimizer)`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping

@@ -9,8 +9,6 @@ The receiver adds up the values in the usual dtype of gradients, so each value i
 If one element of a block is not finite, the complete block arrives non-finite, so an overflow is still detected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Let any rank request a stop, so that all ranks stop together after the same backward (`core.stopping`)."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

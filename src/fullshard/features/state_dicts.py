@@ -4,8 +4,6 @@ The hooks are on the modules that hold the parameters, not on the unit. torch pa
 its keys, so the keys are correct even if wrappers, compilers or hooks around the module have changed the names.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ unit's own forward is running, the hooks do nothing. If gradients are enabled, t
 has ended, because the engine cannot tell when backward has finished with this module.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

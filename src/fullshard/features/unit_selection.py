@@ -1,7 +1,5 @@
 """Selection of the modules that become units, with a warning if too many parameters stay in the root."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Access to unsharded parameters for code outside of forward and backward."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Copies of the ranks' state in this host's memory, in a directory that survives a restart of the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Calls that are specific to CUDA. All other code uses `torch.accelerator`, so that it runs on any accelerator."""
 
-from __future__ import annotations
-
 import importlib
 
 import torch

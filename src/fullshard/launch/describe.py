@@ -1,7 +1,5 @@
 """The text that `--dry_run` prints: the command and the environment of every process, on every host."""
 
-from __future__ import annotations
-
 import shlex
 
 from fullshard.config.dialect import shown

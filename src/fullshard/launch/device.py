@@ -1,7 +1,5 @@
 """Facts about devices for launchers, scripts and reports. The engine does not need them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

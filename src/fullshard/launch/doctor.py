@@ -1,7 +1,5 @@
 """Find problems in this environment, and run a few ranks to check what works."""
 
-from __future__ import annotations
-
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ wait for other ranks. Rank 0 writes the file after every check, so that a missin
 crashed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

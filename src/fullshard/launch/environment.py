@@ -1,7 +1,5 @@
 """The rank of this process, read from the variables that torchrun and fullshard's own launcher set."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Find the rank that failed first, and format the report about it."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from collections.abc import Collection, Mapping

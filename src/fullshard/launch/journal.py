@@ -1,7 +1,5 @@
 """Record a job's events in a file. The job's processes choose the file, and their launcher adds its own events."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

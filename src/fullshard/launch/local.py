@@ -1,7 +1,5 @@
 """Start a job's processes on this host, as torchelastic workers with torchrun's variables, and wait for their end."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """The destination of each rank's output: the terminal, files, or both. The choices are the same as with torchrun."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std

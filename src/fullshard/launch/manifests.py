@@ -1,7 +1,5 @@
 """The output of `--print slurm`, `kubernetes` and `trainjob`: a batch script or a manifest that starts the same run."""
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

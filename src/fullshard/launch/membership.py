@@ -4,8 +4,6 @@ A lost host does not count as a failure. Before a host joins or ends, all proces
 the same step. Each host joins again at the rendezvous server (`launch.rendezvous_server`), which starts them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The addresses and interfaces of this host."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import socket

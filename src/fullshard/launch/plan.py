@@ -1,7 +1,5 @@
 """Determine the processes that a resolved configuration starts, on this host and on the others."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The process that receives the first signal only records it. The other ranks lear
 backward pass of a sharded model.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Processes on this host: how many can run, and how to make sure that none of them outlives the launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

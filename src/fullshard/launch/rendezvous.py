@@ -5,8 +5,6 @@ single address: the loopback address if the job has one host, and otherwise the 
 another.
 """
 
-from __future__ import annotations
-
 import errno
 import socket
 from datetime import timedelta

@@ -22,8 +22,6 @@ before it names the first failure. Strangers cannot end the job: a launcher answ
 that is keyed with the job's token, and the server never waits for a single connection.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """A report on this environment for bug reports: versions, hardware and variables, without any secrets."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

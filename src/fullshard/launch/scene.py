@@ -1,7 +1,5 @@
 """A record of what this host's processes were doing when one failed, made before the launcher ends the others."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ A lock marks a directory as in use. Killed processes leave their directories beh
 that creates a directory removes these, even if they were created in another container.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

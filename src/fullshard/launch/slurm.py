@@ -3,8 +3,6 @@
 With these variables, `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

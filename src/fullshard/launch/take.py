@@ -3,8 +3,6 @@
 `fullshard launch --take fully_shard` and `python -m fullshard.take` do so before the first line of the program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Run a worker's main function in a process that ends with its launcher and reports its own failure."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Define the metrics of an optimizer step, write them to a file, and measure memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Draw the charts of a report with matplotlib, without a display."""
 
-from __future__ import annotations
-
 import base64
 import importlib
 import importlib.util

@@ -4,8 +4,6 @@ Other programs write files with the same names, and killed runs leave incomplete
 size limits and validated, paths that lead out of the folder are refused, and every fault raises a `DataError`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

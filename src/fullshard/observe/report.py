@@ -1,7 +1,5 @@
 """Write a report on one or more runs as a single HTML file, which can be opened without network access."""
 
-from __future__ import annotations
-
 import os
 import stat
 import statistics

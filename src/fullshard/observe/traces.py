@@ -1,7 +1,5 @@
 """Add the engine's events as marks to the traces of torch's profiler."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

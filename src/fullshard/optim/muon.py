@@ -7,8 +7,6 @@ The optimizer's state is therefore one tensor per parameter, with the same layou
 those of `torch.optim.Muon` on unsharded tensors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, Unpack

@@ -5,8 +5,6 @@ the same as in `torch.optim.Muon`, so the results are bit-identical. Because som
 such a result is copied instead of being computed twice.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fullshard.plan.dealing import HALVED_ROWS, NEWTON_SCHULZ_STEPS

@@ -5,8 +5,6 @@ the owner      creates the optimizer for the unsharded matrix, gives it the matr
 every rank     receives its interval of the new weights
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

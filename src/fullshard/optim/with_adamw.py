@@ -4,8 +4,6 @@ It runs AdamW for the other parameters, and assigns each unsharded matrix to a r
 values of a parameter are sent to the owner, what the owner computes for a matrix, and how the weights are updated.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypedDict, Unpack

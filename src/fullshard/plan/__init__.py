@@ -4,8 +4,6 @@ The modules in this package do not import torch. The package itself can be calle
 `fullshard.plan(model, devices="8xH100", micro_batch=4)`.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

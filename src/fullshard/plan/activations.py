@@ -35,8 +35,6 @@ The norms' float32 copies and the activation's output are then not kept. The tes
 tensors that a real forward saves, for every family and activation (`tests/plan/test_plan_activations.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize

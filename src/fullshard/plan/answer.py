@@ -1,7 +1,5 @@
 """Answer a question to the planner in a few lines: whether the run fits, how fast it is, and the command to run."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence

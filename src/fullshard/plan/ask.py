@@ -1,7 +1,5 @@
 """Ask the planner: read a question in words, as the command line and the page have it, and answer it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

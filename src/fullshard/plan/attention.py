@@ -41,8 +41,6 @@ come from the source code. AMD's two kernels, from AOTriton, accept the same cas
 for CPUs accepts masks, grouped heads and every dtype, but no dropout.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fullshard.core.dtypes import itemsize

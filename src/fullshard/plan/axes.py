@@ -32,8 +32,6 @@ The sources are `_templated_ring_attention` and its backward in torch/distribute
 host waits in each layer for the number of tokens that arrive.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal, NamedTuple
 

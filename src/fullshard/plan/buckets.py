@@ -1,7 +1,5 @@
 """The planner's description of buckets: the engine's bucket plans, with the number of bytes that each bucket needs."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self

@@ -4,8 +4,6 @@ A separate process is used because this package does not import torch. It runs `
 configuration and version of Transformers. The results are cached in `$XDG_CACHE_HOME/fullshard/shapes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

@@ -11,8 +11,6 @@ pieces, so matrices are also divided among them:
 All ranks, and the planner, compute the assignment from the same numbers, so they get the same result.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Predict everything about a run in one `Plan`, and find changes that make a run fit in memory."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

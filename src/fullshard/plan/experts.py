@@ -22,8 +22,6 @@ per token and expert in forward, and 14 b H in backward (`tests/plan/test_plan_e
 same while they compute, except for 4 and 6 b H.
 """
 
-from __future__ import annotations
-
 import math
 
 from fullshard.core.dtypes import itemsize

@@ -6,8 +6,6 @@ but Transformers supports it, Transformers builds the model (`plan/counted`). An
 Llama, with a note, if the file has all of Llama's fields. If it does not, an error is raised.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping

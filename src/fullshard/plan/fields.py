@@ -1,7 +1,5 @@
 """Read the fields of a model's `config.json`, with defaults and type checks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data sheet figures for devices and their links, and the fractions of these peaks that training reaches."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

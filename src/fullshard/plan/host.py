@@ -1,7 +1,5 @@
 """The costs of an accelerator's host: the time it takes to issue a step, and the size of pinned memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

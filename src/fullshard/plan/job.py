@@ -1,7 +1,5 @@
 """The planner's inputs other than the model and the hardware, defined once for the command line and for Python."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """Well-known models by name, with the fields of each published `config.json` that determine its shapes."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Find the shapes of a model from a well-known name, a `config.json`, or a number of parameters."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -19,8 +19,6 @@ V bytes, because the gradient of the previous chunk is still in memory. If the h
 gradient takes another 4 V H bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize

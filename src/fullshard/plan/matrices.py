@@ -1,7 +1,5 @@
 """Count the work and the sent bytes of an optimizer that updates complete matrices (Muon). See also `plan.dealing`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import Dtypes

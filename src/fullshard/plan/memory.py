@@ -17,8 +17,6 @@ Each event changes the ledger in the way in which it changes memory in the engin
     bucket step         the same within backward; then the bucket's gradient is freed     - gradients
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Apply a training method to the shapes of a model: dtypes, frozen parameters, adapters and quantisation."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Count how much of a model is quantised, and raise an error if it is much less than the user asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 `sft` and `train` also use the section with their name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

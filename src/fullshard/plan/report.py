@@ -1,7 +1,5 @@
 """Format a plan as tables for the terminal, as JSON values, and as a configuration for `fullshard launch`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

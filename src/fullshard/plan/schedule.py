@@ -9,8 +9,6 @@ after another, and that the root computes something after the last unit (a norm,
 output the root returns (`ModelLayout.returns_head`), backward reaches the head first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fullshard.core.events import Event, EventKind

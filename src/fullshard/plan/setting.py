@@ -1,7 +1,5 @@
 """The inputs for predicting a step's memory and time, besides its events."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

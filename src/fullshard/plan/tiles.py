@@ -11,8 +11,6 @@ with its own heads and its share of the feed-forward width.
     head                  an all-gather of logits (tokens, vocabulary); in backward, an all-reduce for the head's input
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from fullshard.core.dtypes import itemsize

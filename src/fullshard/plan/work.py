@@ -1,7 +1,5 @@
 """Compute the FLOP of a step, and the seconds that a device needs for each part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Define each setting of a training run once, for both the command line and the processes of the run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ end of one document and the beginning of the next. The sequences of a step depen
 the number of ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -5,8 +5,6 @@ Alpaca        instruction, output; input, system and history if given  messages,
 preferences   chosen and rejected; prompt if given                     the chosen answer
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

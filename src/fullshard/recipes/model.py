@@ -1,7 +1,5 @@
 """Build the model to train: a small Llama, or a model from a Hugging Face configuration or checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ fullshard sft --model_name_or_path DIR --dataset_name DIR --output_dir OUT ...
 fullshard launch --config_file FILE -m fullshard.recipes.sft --model_name_or_path ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

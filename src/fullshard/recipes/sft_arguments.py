@@ -1,7 +1,5 @@
 """The flags of `fullshard sft`: TRL's own, which TRL's parser reads, a few additional flags, and aliases."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Start reading at `train`. This script uses only `fullshard.api` and `fullshard.c
 it. Each process of a launched run executes `python -m fullshard.recipes.train SETTINGS`, where SETTINGS is JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ A parameter belongs to the innermost unit that contains it. A tied parameter (on
 the innermost unit that contains *all* places where it occurs, so that it is unsharded wherever it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile

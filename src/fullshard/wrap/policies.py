@@ -10,8 +10,6 @@ The root is always a unit, so policies do not select it. One transformer block i
 unit: its all-gather overlaps with the computation of the previous block, and a rank holds two of them unsharded.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections import defaultdict

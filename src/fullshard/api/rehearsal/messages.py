@@ -1,7 +1,5 @@
 """The buffers of a real job on CPUs, whose ranks send point-to-point messages instead of torch's collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A step ends with a step of the optimizer. Calls of `backward` and of the optimizer separate the phases.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """The plan of the model that a rehearsed script trains, to be read beside what is measured."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

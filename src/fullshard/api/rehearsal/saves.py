@@ -4,8 +4,6 @@ So the id of a save, a plan and a manifest exist at every rank, as if this rank 
 such as full weights, does not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import threading

@@ -5,8 +5,6 @@
 `OPTIONS` are those of `fullshard rehearse` as JSON, and the file for its answer. The rest is as for `launch/bootstrap`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

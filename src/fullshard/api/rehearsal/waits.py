@@ -1,7 +1,5 @@
 """Errors in place of waits that only another rank could end: for a key in a store, or for a value that a rank sends."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

@@ -4,8 +4,6 @@ With a causal mask, it is a single kernel that does not store the scores, if the
 share sequences, torch's ring or the all-to-alls of `features/sequence_parallel` run around this kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

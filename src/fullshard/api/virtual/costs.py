@@ -4,8 +4,6 @@ It is the longer of two times: to compute the operation's FLOP and to move its b
 reaches.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

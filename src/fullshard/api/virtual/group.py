@@ -5,8 +5,6 @@ set, and otherwise on the current stream. Collectives of CPU tensors represent m
 for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Timing of a fullshard step in virtual time, and a writer of traces for Perfetto or chrome://tracing."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

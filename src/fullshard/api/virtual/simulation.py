@@ -4,8 +4,6 @@ Every tensor is on the meta device. The engine itself determines the layout, the
 counts. Only the arithmetic and the network are missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compare two checkpoints of any kind: missing tensors, shapes, dtypes and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

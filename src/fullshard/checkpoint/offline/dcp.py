@@ -8,8 +8,6 @@ elements, and a planner reads each tensor when the writer needs it. There are th
     torchtitan    one directory, parameters at the top level, `optimizer` flattened
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Mapping, Sequence

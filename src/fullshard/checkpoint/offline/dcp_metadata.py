@@ -5,8 +5,6 @@ classes that DCP itself stores, and raises an error for any other name. It is ba
 Python's own unpickler. That version never allocates memory because of a length that the file merely claims.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

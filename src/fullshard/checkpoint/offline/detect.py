@@ -1,7 +1,5 @@
 """Detect the format of a checkpoint from file names, and from file contents only if the names are not sufficient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

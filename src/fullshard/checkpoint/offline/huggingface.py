@@ -5,8 +5,6 @@ own tensors on disk, although Transformers computes with all experts of a layer 
 contain the form that is used in memory.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -4,8 +4,6 @@ Tensors that the adapter does not change are returned exactly as they are on dis
 `checkpoint.merging`), on a skeleton of the model in which only the current layer is filled from the files.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import tempfile

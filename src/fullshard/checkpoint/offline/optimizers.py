@@ -5,8 +5,6 @@ flattened as `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The clas
 torch's AdamW, Adam and SGD can be recognised by their options; for other optimizers, the user must give the class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@ saved it). Writing from a source needs no process group and no model, and only o
 time. Each module opens or writes one format, and `detect` recognises the format of a file or directory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

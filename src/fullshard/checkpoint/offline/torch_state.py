@@ -1,7 +1,5 @@
 """Read state dicts in torch's own file format as a source: Accelerate's full checkpoints and `.pt` files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

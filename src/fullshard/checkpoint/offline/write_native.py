@@ -4,8 +4,6 @@ The checkpoint is sharded as in a run of the given world size with one bucket pe
 reads little more than its own file. Any other run can load it too.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ concatenation of the shards of all ranks, truncated to its original size. With `
 parameter that concatenates several others, which `flatten_info` describes. Every file contains complete buffers.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

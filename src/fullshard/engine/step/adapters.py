@@ -1,7 +1,5 @@
 """Adapters for optimizers that do not accept sharded parameters. Features register them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Hooks that run before and after every optimizer step, and the check that an optimizer can work on intervals."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from typing import Any

@@ -4,8 +4,6 @@ The optimizer sees plain tensors only in its update loop, which writes to the me
 parameter groups, every `.grad` and the state of each parameter still consist of sharded tensors.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from typing import Any

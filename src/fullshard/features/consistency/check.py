@@ -4,8 +4,6 @@ A digest of the weights shows whether replicas hold the same values (`replicas`)
 spends on computing, waiting and other work shows which rank is a straggler (`pace`).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast, get_args

@@ -1,7 +1,5 @@
 """Detection of stragglers, the ranks that compute more slowly than others, from times that each rank measures."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Collection, Sequence

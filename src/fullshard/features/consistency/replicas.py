@@ -4,8 +4,6 @@ Each rank sums its weights as 64-bit integers in one pass, which detects any sin
 one by one only if these sums differ. The values that most replicas hold are taken as correct.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 

@@ -3,8 +3,6 @@
 They find the tensors among the arguments and those that the kernel writes to, and refuse unsupported combinations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

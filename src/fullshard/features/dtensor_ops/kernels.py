@@ -13,8 +13,6 @@ A kernel that changes a tensor in place changes it on every rank or raises an er
 elements as if they were the complete tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Operations that would expose one rank's elements as if they were the complete te
 address) raise an error that suggests an alternative.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Sequence

@@ -8,8 +8,6 @@
 An unsharded parameter is assembled from its inner tensors. Each of them is gathered in its own dtype and shape.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

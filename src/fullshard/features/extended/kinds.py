@@ -1,7 +1,5 @@
 """The two kinds of parameters that define their own all-gather: extended and composed parameters."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -6,8 +6,6 @@ the data sent in the all-gather is different. The others are called *composed*: 
 another shape or dtype. Each rank then holds an instance of the parameter's class with fewer rows.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ They cannot use sharded parameters directly: the kernels of bitsandbytes need me
 are compiled and divide a rank's local part into blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

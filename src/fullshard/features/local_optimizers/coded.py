@@ -5,8 +5,6 @@ layout as the parameter. They can therefore be loaded on any number of ranks and
 encoded again with the same blocks, the result is the same codes.
 """
 
-from __future__ import annotations
-
 import torch
 
 TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}

@@ -9,8 +9,6 @@
 A rank therefore holds its matrices of at most three exchanges at once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The base class here assigns each matrix to an owner rank, which can also keep state for it.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -6,8 +6,6 @@ its own device, it is made real. An extension can move a unit to the host and ba
 move is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal, Self
 

@@ -4,8 +4,6 @@ This is done one unit at a time: tensors on the meta device are allocated, initi
 broadcast from rank 0. No rank therefore ever holds more than one unsharded unit of the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol

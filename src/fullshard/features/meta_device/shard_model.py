@@ -1,7 +1,5 @@
 """Shard a complete model in one call, given a strategy and the modules that become units."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Private torch names that only this feature uses. `comm.torch_private` contains the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any

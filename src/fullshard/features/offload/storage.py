@@ -3,8 +3,6 @@
 It determines where each tensor is kept and when it is copied.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

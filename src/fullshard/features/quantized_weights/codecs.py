@@ -4,8 +4,6 @@ Blocks of a weight are independent, so a codec can process any interval that beg
 pieces because bitsandbytes on a CPU needs seven times the memory of its argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any

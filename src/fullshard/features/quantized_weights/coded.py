@@ -1,7 +1,5 @@
 """A rank's interval of a weight stored as codes and scales. In torch operations it acts as a tensor of the values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

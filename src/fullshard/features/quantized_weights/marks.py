@@ -1,7 +1,5 @@
 """Marks on a module that record which of its weights to quantise when the model is sharded, and in which form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Quantise the large frozen weights of a model, so that ranks store them as codes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -15,8 +15,6 @@ one offset, which becomes a buffer so that checkpoints include it. Kernels read 
 device of the weight. Weights and scales are *exact*: their bytes are gathered unchanged under any precision policy.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

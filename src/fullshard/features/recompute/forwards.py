@@ -5,8 +5,6 @@ wrapper appears in the module tree. Hooks on the module, including those for sha
 `copy.deepcopy` binds the copied method to the copied module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any

@@ -1,7 +1,5 @@
 """Private torch names that only this feature uses; see `comm.torch_private`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cut a batch along the sequence, as DeepSpeed's adapter for data loaders does under Accelerate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 New memory pages are expensive on a CPU, and the ranks of one host can read each other's memory.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -15,8 +15,6 @@ gradients it has posted and read. Main weights change only when no other rank ca
 `wait_for_readers`.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

@@ -3,8 +3,6 @@
 Exchanges of other tensors use the same queues. Their entries give the location of a list of the parts for each rank.
 """
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections import deque

@@ -1,7 +1,5 @@
 """The kind of parameters that are DTensors because of tensor parallelism. Each rank shards its local part of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
-from __future__ import annotations
-
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 

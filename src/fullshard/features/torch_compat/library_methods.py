@@ -3,8 +3,6 @@
 Each module of a sharded model that has such a method gets a wrapper around it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

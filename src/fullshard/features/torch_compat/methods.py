@@ -1,7 +1,5 @@
 """Methods of `FSDPModule` provided for compatibility with torch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Substitutes for classes that only recent torch releases provide."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 try:

@@ -5,8 +5,6 @@ unsharded, or to set whether a module is freed after forward. The tables in this
 code uses. Each of them has the same effect on the unit as with torch's engine. All other members raise an error.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar

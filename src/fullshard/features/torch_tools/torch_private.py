@@ -1,7 +1,5 @@
 """Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, wraps

@@ -4,8 +4,6 @@ If one rank has read a loader when the others did not, that rank is an epoch ahe
 samples twice and never read others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from fullshard.core.errors import DataError

@@ -7,8 +7,6 @@ rates and data orders. If a script catches an error on one rank and continues, t
 the error (`watchdog`).
 """
 
-from __future__ import annotations
-
 import struct
 import sys
 import time

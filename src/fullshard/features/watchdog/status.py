@@ -1,7 +1,5 @@
 """Status messages in the job's store, with which ranks that make no progress tell the others where they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from types import FrameType

@@ -9,8 +9,6 @@ not reach. Therefore the store also counts errors. If a waiting rank sees that a
 has had itself, it ends the wait. As long as the job has had no error, this check reads only one number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`torchacc.amp`: the loss scaler for float16."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """TorchAcc's functions for PyTorch/XLA, which records operations and runs them later. Here they run immediately."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

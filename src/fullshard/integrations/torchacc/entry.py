@@ -1,7 +1,5 @@
 """`torchacc.accelerate`, which shards a model and distributes its data in one call."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any, NoReturn

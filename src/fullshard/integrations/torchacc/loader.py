@@ -1,7 +1,5 @@
 """`AsyncLoader`, which pads batches to one of a few lengths and moves them to the device."""
 
-from __future__ import annotations
-
 import bisect
 import sys
 from collections.abc import Iterable, Iterator, Mapping

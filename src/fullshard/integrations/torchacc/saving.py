@@ -4,8 +4,6 @@ The file that each rank writes contains torch_xla's metadata, so `fullshard ckpt
 tensors must fit in the memory of one host, which `fullshard.checkpoint` does not require.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

@@ -1,7 +1,5 @@
 """The Accelerator of a `Trainer`. It adds to fullshard's the few attributes that Trainer and TRL also use."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ Transformers reads the keys that it supports and ignores the others. Here the ar
 `fullshard launch --fsdp_config`, as soon as they are created.
 """
 
-from __future__ import annotations
-
 import copyreg
 import os
 import sys

@@ -5,8 +5,6 @@ parallelism, Transformers first splits the layers or distributes the experts. Th
 so Trainer can save it and resume on any number of ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

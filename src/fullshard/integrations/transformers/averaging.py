@@ -1,7 +1,5 @@
 """Moving averages of the weights in Trainer: the callback that updates them, and the functions that Trainer calls."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ If only one rank ran out of memory and restarted, it would wait for the others i
 which they wait. Therefore each rank first checks whether the others ran out of memory too.
 """
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 from typing import Any

@@ -3,8 +3,6 @@
 Before training, it also checks that the disk has enough free space for the checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sharded subclasses of the classes of Transformers and TRL."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`EMACallback`, for `Trainer(..., callbacks=[EMACallback(0.999)])`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fullshard.core.imports import import_extra

@@ -5,8 +5,6 @@ class is immediately replaced by a subclass. All classes that derive from it, in
 own classes, then derive from the subclass.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

@@ -15,8 +15,6 @@ It replaces the creation of the Accelerator, saving, and loading. The training l
 `save_model(directory)` always writes a model that `from_pretrained` reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -3,8 +3,6 @@
 TRL uses parameters outside the forwards of its trainers, where every rank has to take part in gathering them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

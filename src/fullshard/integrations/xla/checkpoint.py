@@ -1,7 +1,5 @@
 """Checkpoints for PyTorch/XLA: torch files with unsharded tensors, which `fullshard ckpt import` can convert."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from pathlib import Path

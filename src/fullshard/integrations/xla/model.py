@@ -1,7 +1,5 @@
 """Move a model to a mesh of XLA devices, and annotate its tensors so that XLA's compiler implements FSDP."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Settings for PyTorch/XLA. An unsupported setting raises an error or is reported as having no effect."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`fullshard.torchacc` on top of PyTorch/XLA: TorchAcc's configuration, with FSDP through XLA's SPMD."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping
