@@ -15,6 +15,11 @@ DEVICE_PIECE_NUMEL = 2**24
 """The number of elements that an accelerator encodes or decodes at a time, with several kernels per piece."""
 
 
+def ranks_at_once(shard_numel: int, ranks: int, *, is_cpu: bool) -> int:
+    """Return of how many ranks intervals are decoded together. One by one, small ones would take longer to start."""
+    return min(ranks, max(1, (2**14 if is_cpu else 2**22) // max(1, shard_numel)))
+
+
 class Part(NamedTuple):
     """One of the flat tensors that form a stored weight. Each item represents `elements` elements of the weight."""
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import itemsize
-from fullshard.core.forms import CPU_PIECE_NUMEL, DEVICE_PIECE_NUMEL
+from fullshard.core.forms import CPU_PIECE_NUMEL, DEVICE_PIECE_NUMEL, ranks_at_once
 from fullshard.core.sizes import packed_nbytes
 
 
@@ -73,7 +73,9 @@ class CountedBucket(BucketPlan):
             return 0
         value = itemsize(self.compute_dtype)
         each = {"mxfp4": 2 + value, "fp8": 8 if is_cpu else 4}.get(self.form.name, value if is_cpu else 0)
-        return each * min(CPU_PIECE_NUMEL if is_cpu else DEVICE_PIECE_NUMEL, self.layout.shard_numel)
+        many = ranks_at_once(self.layout.shard_numel, self.layout.world_size, is_cpu=is_cpu)
+        numel = min(CPU_PIECE_NUMEL if is_cpu else DEVICE_PIECE_NUMEL, self.layout.shard_numel * many)
+        return each * numel + (self.main_nbytes * many if many > 1 else 0)
 
     @property
     def value_itemsize(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from bitsandbytes import functional
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
+from fullshard.comm.torch_dist import completed
 from fullshard.core.errors import ConfigError
-from fullshard.core.forms import FORMS, form_of
-from fullshard.features.quantized_weights import codecs
+from fullshard.core.forms import FORMS, form_of, ranks_at_once
+from fullshard.features.quantized_weights import at_rest, codecs
+from fullshard.features.quantized_weights.at_rest import DecodedBuffer
 from fullshard.features.quantized_weights.codecs import DoubleFourBits, codec
 from fullshard.features.quantized_weights.coded import CodedInterval
 
@@ -169,3 +172,27 @@ def test_views_of_codes_have_the_values() -> None:
     for view in (coded.view(2, 128), coded.view(2, 128).detach()):
         assert torch.equal(view.decoded(), coded.decoded().view(2, 128)) and "tensor" in repr(view)
     assert isinstance(coded.detach(), CodedInterval) and coded.detach().parts == coded.parts
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_small_intervals_are_decoded_together(name: str) -> None:
+    """Those of several ranks at once, with the values of each alone."""
+    how, ranks = codec(name), 7
+    numel = max(how.form.atom, 2**12)
+    weights = [values(numel) * (1 + rank) for rank in range(ranks)]
+    parts = [how.encode(weight) for weight in weights]
+    message = torch.cat([part.repeat(1).view(torch.uint8) for own in parts for part in own])
+    arriving = SimpleNamespace(
+        full=message, main=None, place=None, nbytes=0, free=lambda: None, gather=lambda *_, **__: completed(message)
+    )
+    buffer: Any = DecodedBuffer(arriving, torch.zeros(ranks * numel), ranks, how)
+    with patch.object(at_rest, "ranks_at_once", return_value=4), patch.object(how, "decode", wraps=how.decode) as calls:
+        found = buffer.gather(message, tag=0).wait()
+    assert calls.call_count == 2
+    assert torch.equal(found, torch.cat([decoded(name, own, numel, torch.float32) for own in parts]))
+
+
+def test_ranks_at_once() -> None:
+    """As many as fit into a piece, but never less than one, and no more than there are."""
+    assert [ranks_at_once(numel, 1024, is_cpu=True) for numel in (2**10, 2**13 + 64, 2**20, 4)] == [16, 1, 1, 1024]
+    assert ranks_at_once(2**12, 1024, is_cpu=False) == 1024

@@ -24,7 +24,7 @@ from fullshard.comm.base import FullBuffer, Work, WorkOf
 from fullshard.comm.mesh import Mesh
 from fullshard.core.boxes import IntervalBox
 from fullshard.core.errors import LifecycleError, WrapError
-from fullshard.core.forms import StoredForm
+from fullshard.core.forms import StoredForm, ranks_at_once
 from fullshard.core.layout import Interval
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.kinds import DataAxes, ParameterKind, kind_of, register_kinds
@@ -74,8 +74,11 @@ class DecodedBuffer(FullBuffer):
         if self._storage.nbytes() != self._whole_nbytes:  # otherwise the memory would move
             self._storage.resize_(self._whole_nbytes)
         numel = self.full.numel() // self._ranks
-        for coded, values in zip(self._message.full.chunk(self._ranks), self.full.split(numel), strict=True):
-            self._codec.decode(list(parts_in(coded, self._codec.form, numel).values()), values)
+        many = ranks_at_once(numel, self._ranks, is_cpu=self.full.device.type == "cpu")
+        rows = self._message.full.view(self._ranks, -1).split(many)
+        for coded, values in zip(rows, self.full.split(many * numel), strict=True):
+            parts = parts_in(coded, self._codec.form, numel).values()
+            self._codec.decode([part.contiguous().view(-1) for part in parts], values)  # a copy, if of several ranks
         self._message.free()
         return self.full
 

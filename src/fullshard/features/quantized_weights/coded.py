@@ -86,12 +86,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_in(stored: torch.Tensor, form: StoredForm, numel: int) -> dict[str, torch.Tensor]:
-    """Return the parts of a weight with `numel` elements, by part name, as views of its stored bytes."""
+    """Return the parts of `numel` elements of a weight, by part name, as views of its stored bytes, shape (..., n)."""
     parts, start = {}, 0
     for part in form.parts:
         dtype = torch_dtype(part.dtype)
         stop = start + part.numel(numel) * dtype.itemsize
-        parts[part.name] = stored[start:stop].view(dtype)
+        parts[part.name] = stored[..., start:stop].view(dtype)
         start = stop
     return parts
 
