@@ -5,12 +5,15 @@ pytest tests/plan/test_plan_tiles.py
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -29,6 +32,7 @@ from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
+from fullshard.plan.methods import apply_method
 from fullshard.plan.tiles import tiled
 from tests.distributed import run_ranks
 
@@ -37,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 BY_ROWS, BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-TOKENS = 8
+TOKENS, RANK = 8, 8
 
 
 def split(model: Any, mesh: Any) -> None:
@@ -49,17 +53,33 @@ def split(model: Any, mesh: Any) -> None:
         parallelize_module(layer, mesh, {**styles, **{names[name]: RowwiseParallel() for name in BY_COLUMNS}})
 
 
-def tiles_compared() -> list[str]:
+def adapted(model: Any, mesh: Any, **options: Any) -> Any:
+    """The model with LoRA on all linear layers, which PEFT splits as it does those that Transformers has split."""
+    for name, layer in model.named_modules():
+        if (leaf := name.rpartition(".")[2]) in (*BY_ROWS, *BY_COLUMNS):
+            layer._hf_tp_plan, layer._hf_device_mesh = "colwise" if leaf in BY_ROWS else "rowwise", mesh
+    peft_model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"), **options)
+    for name, factor in peft_model.named_modules():
+        if ".lora_" in name and isinstance(factor, nn.Linear):  # PEFT notes the sizes of this rank's part
+            factor.out_features, factor.in_features = factor.weight.shape
+    return peft_model
+
+
+def tiles_compared(method: Literal["full", "lora"]) -> list[str]:
     """What differs between the engine's third step, the plan of the model's own layout, and that of shapes alone."""
     os.environ["FULLSHARD_COMM"] = "gloo"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG, use_cache=False))
+    job = Job.of({"seq_len": TOKENS, "precision": "bf16", "tp": 2, "method": method})
+    dtype = getattr(torch, job.stored_dtype)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG, use_cache=False), dtype=dtype)
+    layers = model.model.layers
     split(model, mesh["tp"])
-    job = Job.of({"seq_len": TOKENS, "precision": "bf16", "tp": 2})
+    if method == "lora":
+        model = adapted(model, mesh["tp"])
     plan = evaluate(from_config(CONFIG, where="test")[0], job, parse_cluster("4xCPU"))
     events: list[Event] = []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.model.layers, model):
+    for module in (*layers, model):
         fullshard.fully_shard(module, mp_policy=policy, mesh=mesh["dp"])
     units_of(model)[-1].schedule.event_sink = events.append
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -71,7 +91,8 @@ def tiles_compared() -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
     found = [str(deviation) for deviation in check.report() if not deviation.is_as_planned]
-    if events != list(plan.events):
+    named = [dataclasses.replace(event, unit=event.unit.removeprefix("base_model.model.")) for event in events]
+    if named != list(plan.events):
         found.append(f"events differ: {len(events)} and {len(plan.events)}")
     main = sum(bucket.main.nbytes for unit in units_of(model) for bucket in unit.buckets)
     if main != (expected := sum(bucket.main_nbytes for bucket in plan.setting.layout.buckets)):
@@ -80,8 +101,9 @@ def tiles_compared() -> list[str]:
 
 
 @pytest.mark.full
-def test_tiles_are_sharded_as_planned() -> None:
-    for found in run_ranks(tiles_compared, 4):
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_tiles_are_sharded_as_planned(method: str) -> None:
+    for found in run_ranks(tiles_compared, 4, method):
         assert found == []
 
 
@@ -89,7 +111,7 @@ BATCH, SEQUENCE = 2, 64
 LAYER: dict[str, Any] = {**CONFIG, "hidden_size": 128, "intermediate_size": 352, "num_key_value_heads": 4}
 
 
-def saved_in_layers(dtype: torch.dtype) -> list[tuple[int, int]]:
+def saved_in_layers(dtype: torch.dtype, method: str) -> list[tuple[int, int]]:
     """(bytes that autograd saves, of the layer's input) of one and of two layers on this rank, parameters left out."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
@@ -97,6 +119,8 @@ def saved_in_layers(dtype: torch.dtype) -> list[tuple[int, int]]:
         config = AutoConfig.for_model(**{**LAYER, "num_hidden_layers": depth})
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         split(model, mesh)
+        if method == "lora":
+            adapted(model, mesh, autocast_adapter_dtype=False)
         rotary = model.model.rotary_emb(torch.zeros(1, dtype=dtype), torch.arange(SEQUENCE)[None])
         own = {_storage(tensor)._cdata for tensor in (*model.parameters(), *rotary)}
         hidden = given = torch.ones(BATCH, SEQUENCE, LAYER["hidden_size"], dtype=dtype, requires_grad=True)
@@ -118,20 +142,28 @@ def _storage(tensor: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"),
+    ("ranks", "dtype", "method"),
     [
-        (2, torch.bfloat16),
-        pytest.param(4, torch.bfloat16, marks=pytest.mark.full),
-        pytest.param(4, torch.float32, marks=pytest.mark.full),
+        (2, torch.bfloat16, "full"),
+        *(
+            pytest.param(ranks, dtype, method, marks=pytest.mark.full)
+            for ranks, dtype, method in (
+                (4, torch.bfloat16, "full"),
+                (4, torch.float32, "full"),
+                (2, torch.bfloat16, "lora"),
+                (4, torch.bfloat16, "lora"),
+            )
+        ),
     ],
 )
-def test_a_rank_keeps_what_the_formulas_say(ranks: int, dtype: torch.dtype) -> None:
+def test_a_rank_keeps_what_the_formulas_say(ranks: int, dtype: torch.dtype, method: str) -> None:
     """A layer more, cut by torch as Transformers cuts it; within 1 %, the rest is statistics."""
-    settings = {"micro_batch": BATCH, "seq_len": SEQUENCE, "attention": "sdpa", "tp": ranks}
+    settings = {"micro_batch": BATCH, "seq_len": SEQUENCE, "attention": "sdpa", "tp": ranks, "method": method}
+    settings |= {"lora_rank": RANK} if method == "lora" else {}
     job = Job.of({**settings, "precision": "bf16" if dtype is torch.bfloat16 else "no"})
-    shape = tiled(from_config(LAYER, where="test")[0], ranks)
+    shape = tiled(apply_method(from_config(LAYER, where="test")[0], job), ranks)
     layer = layer_activations(shape.blocks[0], job, DEVICES["CPU"])
-    for (one, given), (two, _) in run_ranks(saved_in_layers, ranks, dtype):
+    for (one, given), (two, _) in run_ranks(saved_in_layers, ranks, dtype, method):
         print(f"{ranks} ranks, {dtype}: predicted {layer.kept}, saved {two - one}, input {given}")
         assert layer.kept == pytest.approx(two - one, rel=0.01)
         assert layer.inputs == given
@@ -179,7 +211,8 @@ def test_published_speeds(name: str) -> None:
         ("Llama-3.1-8B", {"tp": 3}, "32 heads cannot be divided evenly among 3"),
         ("Llama-3.1-8B", {"tp": 16}, "8 kv_heads"),
         ("GPT-2", {"tp": 2}, "its head is its embedding"),
-        ("Llama-3.1-8B", {"tp": 2, "method": "lora"}, "tp together with method lora"),
+        ("Llama-3.1-8B", {"tp": 2, "method": "qlora"}, "tp together with method qlora"),
+        ("Qwen3-30B-A3B", {"tp": 2, "method": "lora"}, "splits .*experts.gate_up_proj, but its adapter cannot"),
         ("Llama-3.1-8B", {"tp": 2, "optimizer": "muon"}, "tp together with optimizer muon"),
         ("Llama-3.1-8B", {"tp": 2, "wrap_embeddings": True}, "tp together with wrap_embeddings"),
     ],

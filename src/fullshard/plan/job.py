@@ -167,7 +167,7 @@ class Job(View):
             )
         self._check_parts()
         besides = {
-            f"method {self.method}": self.method != "full",
+            "method qlora": self.method == "qlora",  # PEFT splits no adapter of a 4-bit layer
             f"optimizer {self.optimizer}": self.planned_optimizer.matrix is not None,
             "wrap_embeddings": self.wrap_embeddings,
         }

@@ -82,6 +82,8 @@ class Adapters:
         dropout: whether the adapters apply dropout to their inputs.
         written: sum of the widths of all adapters' outputs.
         folded: number of elements of the weights to which adapters are added before use, which takes a copy of them.
+        summed: ranks of the adapters whose inputs and whose outputs tensor parallelism splits. It sums the products of
+            the first in forward, and the gradients of the others' first products in backward.
     """
 
     read: int
@@ -91,6 +93,7 @@ class Adapters:
     dropout: bool = False
     written: int = 0
     folded: int = 0
+    summed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
@@ -111,6 +114,10 @@ class Adapters:
             dropout=dropout,
             written=sum(p.shape[0] for p in adapters if ".lora_B." in p.name),
             folded=sum(p.numel for p in parameters if p.folded_rank),
+            summed=(
+                tuple(p.shape[0] for p in factors if p.tiles > 1),
+                tuple(p.shape[1] for p in adapters if ".lora_B." in p.name and p.tiles > 1),
+            ),
         )
 
 

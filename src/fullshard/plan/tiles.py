@@ -9,6 +9,10 @@ with its own heads and its share of the feed-forward width.
     forward of a layer    2 all-reduces of (tokens, hidden), after attention and after the feed-forward part
     backward              2 all-reduces of the gradients of the parts' inputs; recomputation repeats those of forward
     head                  an all-gather of logits (tokens, vocabulary); in backward, an all-reduce for the head's input
+
+PEFT splits the second factor of an adapter whose layer is split by rows, and the first factor if it is by columns. The
+other factor is not split. The products of split first factors are summed in forward, (tokens, rank) each, and the
+gradients of the inputs of split second factors in backward.
 """
 
 import dataclasses
@@ -39,12 +43,18 @@ def tiled(model: ModelShape, parts: int) -> ModelShape:
         raise ConfigError(
             f"the planner does not support tensor parallelism for {model.name}, because {why}", hint="remove tp"
         )
+    if stacks := [p.name for p in model.parameters if p.folded_rank and _dim(p) is not None]:
+        raise ConfigError(
+            f"tensor parallelism splits {stacks[0]}, but its adapter cannot be split",
+            hint="set lora_targets to layers that are not experts, or remove tp",
+        )
     cut = model.map(lambda unit, p: [_tile(p, parts)])
     units = [
         dataclasses.replace(unit, block=unit.block and _tile_of_block(model.name, unit.block, parts))
         for unit in cut.units
     ]
-    return dataclasses.replace(cut, units=tuple(units))
+    dropout = any(block.adapters is not None and block.adapters.dropout for block in model.blocks)
+    return dataclasses.replace(cut, units=tuple(units)).with_adapters(dropout=dropout)
 
 
 def _is_cut(unit: UnitShape) -> bool:
@@ -57,6 +67,10 @@ def _is_cut(unit: UnitShape) -> bool:
 
 def _dim(parameter: ParameterShape) -> int | None:
     """Return the dim along which a parameter is split, or None if every rank has the complete parameter."""
+    layer, _, factor = parameter.name.partition(".lora_")
+    if factor:
+        dim = _CUT.get(layer.rpartition(".")[2])
+        return dim if dim == (factor[0] == "A") else None
     *path, module, last = ["", *parameter.name.split(".")]
     if path and module == "experts":
         return _OF_EXPERTS.get(last)
@@ -97,10 +111,13 @@ def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
     return cluster.count // parts, max(1, cluster.per_host // parts)
 
 
-def messages_of_layer(block: Block, job: Job) -> tuple[int, int]:
-    """Return the bytes of activations or their gradients that a layer all-reduces, in forward and in backward."""
-    nbytes = 2 * job.tokens * block.hidden * itemsize(job.compute_dtype)
-    return nbytes, round(nbytes * (1 + _RECOMPUTED[job.checkpointing]))
+def messages_of_layer(block: Block, job: Job) -> tuple[list[int], list[int]]:
+    """Return the bytes of a layer's all-reduces in forward and backward: of both parts together, then of adapters."""
+    width = job.tokens * itemsize(job.compute_dtype)
+    nbytes, summed = 2 * width * block.hidden, block.adapters.summed if block.adapters else ((), ())
+    forward, backward = ([width * rank for rank in ranks] for ranks in summed)
+    again = forward * (job.checkpointing != "none")
+    return [nbytes, *forward], [round(nbytes * (1 + _RECOMPUTED[job.checkpointing])), *again, *backward]
 
 
 def messages_of_head(model: ModelShape, job: Job) -> tuple[int, int]:
@@ -111,5 +128,5 @@ def messages_of_head(model: ModelShape, job: Job) -> tuple[int, int]:
 
 def sent_nbytes(model: ModelShape, job: Job) -> int:
     """Return the bytes that a rank sends within its tensor-parallel group in a step."""
-    layers = sum(2 * sum(messages_of_layer(block, job)) for block in model.blocks)
+    layers = sum(2 * sum(map(sum, messages_of_layer(block, job))) for block in model.blocks)
     return (layers + sum(messages_of_head(model, job))) * (job.tp - 1) // job.tp * job.accumulation

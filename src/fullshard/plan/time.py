@@ -256,7 +256,8 @@ class _Clock:
         """Advance to the end of a tensor-parallel message. `way` is 0 in the unit's forward and 1 in its backward."""
         job, model = self.setting.job, self.setting.model
         if job.tp > 1 and unit.block is not None:
-            self._wait(self._send(messages_of_layer(unit.block, job)[way], job.tp, stride=1, times=2))
+            for nbytes in messages_of_layer(unit.block, job)[way]:
+                self._wait(self._send(nbytes, job.tp, stride=1, times=2))
         elif job.tp > 1 and unit is self.setting.layout.root:
             self._wait(self._send(messages_of_head(model, job)[way], job.tp, stride=1, times=1))
 
