@@ -10,7 +10,6 @@ from fullshard.config.schema import SETTINGS
 from fullshard.core.sizes import GIB
 from fullshard.plan.evaluate import Change, Plan
 from fullshard.plan.hardware import split_devices
-from fullshard.plan.job import Job
 from fullshard.plan.report import as_run_config, for_the_script
 
 WIDTH = 80
@@ -45,7 +44,7 @@ def _options(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options of `fullshard plan` that set fields of a job."""
     for name, value in values.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool) and Job.model_fields[name].annotation in (bool, bool | None):
+        if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         elif value is not None:
             yield from (f"--{flag}", str(value))
@@ -127,5 +126,5 @@ def _speed(plan: Plan) -> str:
 
 def continued(label: str, command: str) -> str:
     """Return a labelled command, continued on lines that a shell can read."""
-    lines = textwrap.wrap(command, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(command, WIDTH - 7, break_long_words=False, break_on_hyphens=False)
     return f"{label} " + " \\\n    ".join(lines)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -378,18 +378,25 @@ def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> li
         and not one.keys() & two.keys()
         and "selective" not in (one.get("checkpointing"), two.get("checkpointing"))
     )
-    least = {"checkpointing": "full", "strategy": "FULL_SHARD", "shard_size": None}
-    methods = (
-        (
-            f"{method} instead of {plan.job.method} training, with full activation checkpointing",
-            {"method": method, **least},
-        )
-        for method in {"full": ("lora", "qlora"), "lora": ("qlora",)}.get(plan.job.method, ())
-    )
+    least: dict[str, Any] = {"checkpointing": "full", "strategy": "FULL_SHARD", "shard_size": None}
+    methods: list[_Offer] = [
+        (f"{m} instead of {plan.job.method} training, with full activation checkpointing", {"method": m, **least})
+        for m in {"full": ("lora", "qlora"), "lora": ("qlora",)}.get(plan.job.method, ())
+    ]
     if len(found) < _FEW:
         found += fitting(pairs)
     found = found or fitting(methods)
-    return sorted(found + _with_more_devices(plan, margin), key=lambda change: change.cost)[:most]
+    found += _with_more_devices(plan, margin, "", {})
+    if not found:  # several changes at once, if need be on more devices
+        parts = {f"offload_{name}": None for name in ("compute_shards", "main_weights", "optimizer_state")}
+        least |= {"loss": "fused", "offload": True, "offload_activations": True, **parts}
+        same, *others = (
+            (f"{words}, a loss in chunks, and everything on the host", {**least, **values})
+            for words, values in (("full activation checkpointing", {}), *methods)
+        )
+        found = fitting([same]) or _with_more_devices(plan, margin, *same) + fitting(others)
+        found = found or [change for offer in others for change in _with_more_devices(plan, margin, *offer)]
+    return sorted(found, key=lambda change: change.cost)[:most]
 
 
 def _changes(plan: Plan) -> list[_Offer]:
@@ -449,15 +456,19 @@ _SHORT = 8192
 """Tokens of a sequence below which dividing it is not proposed."""
 
 
-def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Return a change to 2, 4, ... times the devices if one makes the plan fit. Its cost is device time per token."""
+def _with_more_devices(plan: Plan, margin: float, words: str, values: Mapping[str, Any]) -> list[Change]:
+    """Return a change to `values` on 2, 4, ... times the devices, if one fits. Its cost is device time per token."""
     for times in (2, 4, 8, 16, 32, 64):
         count = plan.cluster.count * times
         hosts = max(plan.cluster.hosts, -(-count // plan.cluster.device.per_host))
         if count % hosts:
             continue
-        after = evaluate(plan.model, plan.job, dataclasses.replace(plan.cluster, count=count, hosts=hosts))
+        cluster = dataclasses.replace(plan.cluster, count=count, hosts=hosts)
+        try:
+            after = evaluate(plan.model, Job.of({**plan.job.model_dump(), **values}), cluster)
+        except ConfigError:  # the change conflicts with another setting
+            return []
         if after.is_within(margin):
             before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after))
-            return [Change(str(after.cluster), after, before / now)]
+            return [Change(", on ".join(filter(None, (words, str(after.cluster)))), after, before / now)]
     return []
