@@ -25,23 +25,28 @@ def cable_of(host: int) -> str:
 def namespaces(count: int) -> Iterator[list[str]]:
     """Their names; the addresses are 10.77.0.1, 10.77.0.2 and so on."""
     # The bridge has a namespace of its own, so nothing of it is seen outside.
-    bridge, *names = (f"fs{os.getpid()}{letter}" for letter in ("bridge", *map(str, range(count))))
-    for name in (bridge, *names):
+    switch, *names = bridge(), *(f"fs{os.getpid()}{number}" for number in range(count))
+    for name in (switch, *names):
         ip("netns", "add", name)
     try:
-        ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-        ip("-n", bridge, "link", "set", "bridge", "up")
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
         for host, name in enumerate(names):
             end = cable_of(host)
-            ip("-n", bridge, "link", "add", f"to{host}", "type", "veth", "peer", "name", end, "netns", name)
-            ip("-n", bridge, "link", "set", f"to{host}", "master", "bridge", "up")
+            ip("-n", switch, "link", "add", f"to{host}", "type", "veth", "peer", "name", end, "netns", name)
+            ip("-n", switch, "link", "set", f"to{host}", "master", "bridge", "up")
             ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield names
     finally:
-        for name in (bridge, *names):
+        for name in (switch, *names):
             ip("netns", "del", name)
+
+
+def bridge() -> str:
+    """The namespace with the other ends of the cables, `to0`, `to1` and so on, while there are namespaces."""
+    return f"fs{os.getpid()}bridge"
 
 
 def ip(*arguments: str) -> None:

@@ -28,8 +28,8 @@ def doctor(
 
     Prints an environment report that can be pasted into an issue. The exit code is 1 if there is a problem.
 
-    With --run, it also starts ranks that test the collectives and compare a sharded step with DDP. To measure how fast
-    the ranks compute and communicate, use `fullshard plan --calibrate`.
+    With --run, it also starts ranks that measure their links, test the collectives and compare a sharded step with DDP.
+    For several hosts, run `fullshard launch [FLAGS] -m fullshard doctor --run` on each.
     """
     if nproc is not None and not run:
         raise ConfigError("-n sets the number of ranks that --run starts, but --run is not set", hint="add --run")
@@ -38,7 +38,11 @@ def doctor(
     from fullshard.launch import cuda
     from fullshard.launch.doctor import examine, judge, try_ranks
     from fullshard.launch.report import make_report
+    from fullshard.plan.answer import filled
 
+    if run and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
+        try_ranks(1, device, timeout)  # rank 0 reports
+        return
     hardware = detect_hardware()
     if hardware.failure is None and not any(each.memory_nbytes for each in hardware.accelerators):
         try:  # without nvidia-smi, torch may still find them
@@ -60,6 +64,7 @@ def doctor(
         trial = try_ranks(count, device, timeout)
         findings += judge(trial, findings)
         if not as_json:
+            count = trial.facts.get("world size", count)
             _print(f"trial of {count} rank{'s' if count != 1 else ''}", trial.facts | trial.checks)
     healthy = not any(finding.is_wrong for finding in findings)
     if as_json:
@@ -67,7 +72,8 @@ def doctor(
         print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=2))
         raise typer.Exit(0 if healthy else UNHEALTHY)
     for finding in findings:
-        print(f"{'WRONG' if finding.is_wrong else 'note'}: {finding.text}\n  hint: {finding.hint}")
+        kind = "WRONG" if finding.is_wrong else "note"
+        print(filled(f"{kind}: {finding.text}"), filled(f"  hint: {finding.hint}"), sep="\n")
     if healthy:
         print("no problems found" if run else "no problems found without --run")
     raise typer.Exit(0 if healthy else UNHEALTHY)

@@ -1,11 +1,14 @@
 """Find problems in this environment, and run a few ranks to check what works."""
 
+import os
 import socket
 import tempfile
+import tomllib
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fullshard.config.environment import load_environment
 from fullshard.config.hardware import Hardware
@@ -15,6 +18,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_object
 from fullshard.core.requirements import OLDEST_TORCH, is_too_old
 from fullshard.core.sizes import MIB, format_nbytes
+from fullshard.launch.links import judge_links
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
 
 _SMALL_SHARED_MEMORY = 64 * MIB
@@ -22,6 +26,9 @@ _SMALL_SHARED_MEMORY = 64 * MIB
 
 _FEW_OPEN_FILES = 1024
 _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+_VERDICTS = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,12 @@ class Finding:
     hint: str
     is_wrong: bool = True
 
+    @classmethod
+    def of(cls, verdict: str, **values: Any) -> Self:
+        """Return the finding that `verdicts.toml` describes, with these values."""
+        row = _VERDICTS[verdict]
+        return cls(row["text"].format(**values), row["hint"].format(**values), "is_note" not in row)
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -40,6 +53,8 @@ class Trial:
     exit_code: int
     checks: dict[str, str]
     facts: dict[str, Any]
+    ranks: Sequence[dict[str, Any]] = ()  # what `launch.links` judges
+    links: Sequence[dict[str, Any]] = ()
 
 
 def examine(
@@ -59,25 +74,18 @@ def examine(
 def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     if "TORCHELASTIC_RUN_ID" not in environ:
         if stale := [name for name in _STALE if name in environ]:
-            yield Finding(
-                f"{', '.join(f'{name}={environ[name]}' for name in stale)} is set, but no launcher is running: "
-                "a script that is started with python would wait for other ranks forever",
-                f"unset {' '.join(stale)}",
-            )
+            said = ", ".join(f"{name}={environ[name]}" for name in stale)
+            yield Finding.of("stale_rank", said=said, names=" ".join(stale))
         if "MASTER_ADDR" in environ:
-            yield Finding(
-                f"MASTER_ADDR={environ['MASTER_ADDR']} is set, but it may belong to another job",
-                "unset MASTER_ADDR MASTER_PORT",
-                is_wrong=False,
-            )
+            yield Finding.of("stale_address", address=environ["MASTER_ADDR"])
     reading = load_environment(environ)
     for problem in reading.problems:
-        yield Finding(str(problem), problem.hint or "unset it")
+        yield Finding.of("setting", problem=problem, hint=problem.hint or "unset it")
     if not reading.problems:
         try:
             resolve([reading])
         except ConfigError as error:  # the values are well-formed, but out of range or in conflict
-            yield Finding(plain_message(error), error.hint or "unset it")
+            yield Finding.of("setting", problem=plain_message(error), hint=error.hint or "unset it")
 
 
 def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -89,10 +97,7 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         is_exact = value.startswith("=") or variable.startswith("GLOO")  # NCCL takes prefixes
         for name in filter(None, value.removeprefix("=").split(",")):
             if not any(each == name if is_exact else each.startswith(name) for each in known):
-                yield Finding(
-                    f"{variable}={value} contains {name}, which is not a network interface of this host",
-                    f"use one of {', '.join(known)}, or unset {variable}",
-                )
+                yield Finding.of("no_interface", variable=variable, value=value, name=name, known=", ".join(known))
 
 
 def _host_name() -> Iterator[Finding]:
@@ -103,87 +108,67 @@ def _host_name() -> Iterator[Finding]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
     except OSError as error:
-        yield Finding(
-            f"the name of this host, {name}, does not resolve to one of its addresses ({error}), so processes that "
-            "look it up may hang",
-            f"correct {name} in /etc/hosts or in the DNS, or set GLOO_SOCKET_IFNAME to the interface to use",
-            is_wrong=False,
-        )
+        yield Finding.of("host_name", name=name, error=error)
 
 
-def _threads(environ: Mapping[str, str], nproc: int, cpu_count: int) -> Iterator[Finding]:
+def _threads(environ: Mapping[str, str], nproc: int, count: int) -> Iterator[Finding]:
     text = environ.get("OMP_NUM_THREADS", "")
     if text and not (text.isdigit() and int(text)):
-        yield Finding(f"OMP_NUM_THREADS={text} is not a number of threads", "unset it")
-    elif text and int(text) * nproc > cpu_count:
-        yield Finding(
-            f"OMP_NUM_THREADS={text} gives {nproc} ranks {int(text) * nproc} threads, but there are only {cpu_count} "
-            "processors, so the threads slow one another down",
-            f"unset it (the launcher then sets it), or set it to {max(1, cpu_count // nproc)}",
-            is_wrong=False,
-        )
+        yield Finding.of("no_threads", text=text)
+    elif text and (threads := int(text) * nproc) > count:
+        right = max(1, count // nproc)
+        yield Finding.of("threads", text=text, nproc=nproc, threads=threads, count=count, right=right)
 
 
 def _limits(shared: int | None, files: int | None) -> Iterator[Finding]:
     if shared is not None and shared <= _SMALL_SHARED_MEMORY:
-        yield Finding(
-            f"/dev/shm has {format_nbytes(shared)}, which is too little for data loader workers and for ranks that "
-            "communicate through it",
-            "start the container with --shm-size=8g or --ipc=host",
-            is_wrong=False,
-        )
+        yield Finding.of("shared_memory", size=format_nbytes(shared))
     if files is not None and files < _FEW_OPEN_FILES:
-        yield Finding(
-            f"a process may open only {files} files, but data loaders and sockets of many ranks need more",
-            f"run `ulimit -n {8 * _FEW_OPEN_FILES}` before the job",
-            is_wrong=False,
-        )
+        yield Finding.of("open_files", files=files, right=8 * _FEW_OPEN_FILES)
 
 
 def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]:
-    version = report["packages"].get("torch", "0")
+    version, built = report["packages"].get("torch", "0"), report["torch"]["built for"]
     if is_too_old(version):
-        yield Finding(f"torch {version} is too old", f"install torch {'.'.join(map(str, OLDEST_TORCH))} or later")
+        yield Finding.of("old_torch", version=version, oldest=".".join(map(str, OLDEST_TORCH)))
     if hardware.failure:
-        yield Finding(
-            hardware.failure,
-            "use nvidia-smi to check whether the driver supports torch's CUDA version, or restart the host",
-        )
+        yield Finding.of("driver", failure=hardware.failure)
     if report["torch"]["CUDA available"] != "false":
         return
-    built = report["torch"]["built for"]
     if hardware.accelerators and device != "cpu":
-        yield Finding(
-            f"the driver shows {len(hardware.accelerators)} GPUs, but torch (built for {built}) cannot use them",
-            "install a torch that is built for the driver's CUDA version",
-        )
+        yield Finding.of("unusable", count=len(hardware.accelerators), built=built)
     elif device == "cuda":
-        yield Finding(
-            f"device is cuda, but this host has no GPU that torch (built for {built}) can use",
-            "start the container with its GPUs (--gpus all), or use --device cpu",
-        )
+        yield Finding.of("no_gpu", built=built)
 
 
 def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
-    """Start ranks that check the collectives and compare a step with DDP. A rank that fails prints its traceback."""
+    """Start ranks that measure links and check collectives, or be one of them under a launcher. They print errors."""
+    from fullshard.launch.doctor_ranks import check_ranks
     from fullshard.launch.local import launch_local
 
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as directory:
-        path = Path(directory) / "outcome.json"
-        code = launch_local("fullshard.launch.doctor_ranks", [str(path), device, str(timeout_seconds)], nproc=nproc)
-        outcome = read_object(path) if path.exists() else {}
-    return Trial(code, outcome.get("checks", {}), outcome.get("facts", {}))
+        path, code = Path(directory) / "outcome.json", 0
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            try:
+                check_ranks(path, device, timeout_seconds)
+            except RuntimeError:  # rank 0 says what all were doing
+                traceback.print_exc()
+                code = 1
+        else:
+            words = [str(path), device, str(timeout_seconds)]
+            code = launch_local("fullshard.launch.doctor_ranks", words, nproc=nproc)
+        return Trial(code, **({"checks": {}, "facts": {}} | (read_object(path) if path.exists() else {})))
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
     """Yield a finding per problem in a trial run, and name the worst earlier one (`seen`) as the likely cause."""
+    found = [Finding.of(verdict, **values) for verdict, values in judge_links(trial.ranks, trial.links)]
+    yield from dict.fromkeys(found)  # ranks of one host say the same
     for name, outcome in trial.checks.items():
         if outcome.startswith("wrong"):
-            yield Finding(f"{name}: {outcome}", "please report this with the output of `fullshard doctor --run --json`")
+            yield Finding.of("wrong_result", name=name, outcome=outcome)
     if trial.exit_code:
-        causes = [finding.text for finding in sorted(seen, key=lambda finding: not finding.is_wrong)]
-        yield Finding(
-            f"the ranks ended with exit code {trial.exit_code}; checks that were reached: "
-            f"{', '.join(trial.checks) or 'none'}{f'; most likely: {causes[0]}' if causes else ''}",
-            "fix that first" if causes else "see the traceback above; set NCCL_DEBUG=INFO for details about NCCL",
-        )
+        causes = [finding.text for finding in sorted([*found, *seen], key=lambda finding: not finding.is_wrong)]
+        reached = ", ".join(trial.checks) or "none"
+        ended = {"code": trial.exit_code, "reached": reached, "cause": causes[0] if causes else ""}
+        yield Finding.of("ended_because" if causes else "ended", **ended)

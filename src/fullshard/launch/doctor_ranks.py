@@ -1,12 +1,15 @@
-"""The ranks of `fullshard doctor --run`, which check the collectives and a sharded step.
+"""The ranks of `fullshard doctor --run`, which measure their links, and check the collectives and a sharded step.
 
 Run this module with three arguments: the path of the file for the outcomes, the device, and the number of seconds to
-wait for other ranks. Rank 0 writes the file after every check, so that a missing outcome shows which check hung or
-crashed.
+wait for other ranks. Rank 0 writes the file before every measurement and after every check, so that it shows what hung.
 """
 
 import json
+import os
+import socket
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,27 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.comm.base import Collectives
 from fullshard.comm.select import choices_for
 from fullshard.features import ShardedParameter, fully_shard
-from fullshard.launch.environment import init_process_group_from_environment, rank_device, read_rank_environment
+from fullshard.launch.device import name_of, synchronize
+from fullshard.launch.environment import (
+    init_process_group_from_environment,
+    rank_device,
+    read_rank_environment,
+)
+from fullshard.launch.network import interface_of, resolve
 from fullshard.launch.worker import run_worker
+from fullshard.plan.hardware import GB
 
 _STEPS = 3
 _TOLERANCE = 1e-5
+_NET = Path("/sys/class/net")
 
 
-def main() -> None:
-    """Join the process group, run the checks, and write the outcome."""
-    path, kind, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+def check_ranks(path: Path, kind: str, timeout: float) -> None:
+    """Join the process group, measure links, run the checks, and write the outcomes. All ranks do this together."""
     device = rank_device(read_rank_environment(), kind)
     environment = init_process_group_from_environment(device, timeout_seconds=timeout)
     chosen = choices_for(dist.group.WORLD, device)[0]
-    facts = {
+    facts: dict[str, Any] = {
         "world size": environment.world_size,
         "device": device.type,
         "backend": dist.get_backend(),
@@ -39,34 +49,114 @@ def main() -> None:
         "because": chosen.reason,
         "threads per rank": torch.get_num_threads(),
     }
-    checks: dict[str, str] = {}
+    checks, links, ranks = dict[str, str](), list[dict[str, Any]](), _of_all(_facts(device))
+    outcome = {"checks": checks, "facts": facts, "links": links, "ranks": ranks}
+
+    def write() -> None:
+        if environment.is_main:
+            path.write_text(json.dumps(outcome), encoding="utf-8")
+
+    hosts = [rank["host"] for rank in ranks]
+    for source, target in _pairs(hosts, shares_card=device.type == "cpu"):
+        name, is_inside = f"{hosts[source]} to {hosts[target]}", hosts[source] == hosts[target]
+        link = {
+            "source": source,
+            "target": target,
+            "name": hosts[source] if is_inside else name,
+            "is_inside": is_inside,
+        }
+        links.append(link | {"rate": 0.0, "lost": 0.0})  # what it is if this hangs
+        write()
+        links[-1] |= _of_all(_measure(source, target, device) if environment.rank in (source, target) else {})[source]
+        facts[f"rank {source} to {target}"] = f"{links[-1]['rate'] / GB:.3g} GB/s"
     for name, check in (
-        ("sum over the ranks", lambda: _check_sum(device)),
         ("all-gather and reduce-scatter", lambda: _check_collectives(chosen.collectives, device)),
         ("sharded steps against DDP", lambda: _check_step(device)),
     ):
         checks[name] = _worst(check())
-        if environment.is_main:
-            path.write_text(json.dumps({"checks": checks, "facts": facts}), encoding="utf-8")
+        write()
     dist.barrier()
     dist.destroy_process_group()
 
 
+def _facts(device: torch.device) -> dict[str, Any]:
+    """Return what this rank knows about its host."""
+    master = resolve(os.environ["MASTER_ADDR"], 5)
+    with socket.socket(socket.AF_INET6 if ":" in master else socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((master, 9))  # sends nothing
+        address = route.getsockname()[0]
+    interface = interface_of(address) or "lo"
+    return {
+        "host": f"{socket.gethostname()} {address}",
+        "device": name_of(device),
+        "interface": interface,
+        "mtu": _number(_NET / interface / "mtu"),
+        "speed": _number(_NET / interface / "speed") * GB / 8000,
+    }
+
+
+def _number(path: Path) -> int:
+    """Return the number at the beginning of a file in /sys, or 0 if the kernel does not know it."""
+    try:
+        return max(0, int(path.read_text().split()[0]))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _pairs(hosts: Sequence[str], *, shares_card: bool) -> Iterator[tuple[int, int]]:
+    """Yield the links of a ring: neighbours in each host, and ranks of equal number in neighbouring hosts.
+
+    If the ranks of a host share its network card, and memory, one rank of each host is enough.
+    """
+    groups = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    across = list(map(list, zip(*groups, strict=False)))
+    for row in across[:1] if shares_card else [*groups, *across]:
+        for one, other in zip(row, row[1:] + row[:1] * (len(row) > 2), strict=False):
+            yield from ((one, other), (other, one))
+
+
+def _measure(source: int, target: int, device: torch.device) -> dict[str, float]:
+    """Measure one direction of a link as one of its ends. Return bytes per second, and the fraction of lost packets."""
+    steps = [dist.send, dist.recv] if dist.get_rank() == source else [dist.recv, dist.send]
+    other = target if dist.get_rank() == source else source
+
+    def fastest(nbytes: int, times: int) -> float:
+        seconds = []
+        for _ in range(times):
+            start = time.perf_counter()
+            for step, size in zip(steps, (nbytes, 1), strict=True):  # the second is the answer
+                step(torch.empty(size, dtype=torch.uint8, device=device), other)
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    before = _packets()
+    least = fastest(2**10, 500)  # small, so that no queue is ever full: what is sent again was lost
+    sent, again = (now - then for now, then in zip(_packets(), before, strict=True))
+    nbytes = 2**23 if device.type == "cpu" else 2**28
+    rate = nbytes / max(fastest(nbytes, 4) - least, 1e-9)
+    return {"rate": rate, "lost": again / sent if again > 2 else 0.0}  # a busy host may be late once or twice
+
+
+def _packets() -> tuple[int, int]:
+    """Return how many TCP packets this host has sent, and how many of them again."""
+    path = Path("/proc/net/snmp")  # Linux
+    rows = [line.split() for line in path.read_text().splitlines() if line[:4] == "Tcp:"] if path.exists() else [[], []]
+    counts = dict(zip(*rows, strict=True))
+    return int(counts.get("OutSegs", 0)), int(counts.get("RetransSegs", 0))
+
+
+def _of_all(mine: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
 def _worst(outcome: str) -> str:
     """Return, on every rank, the outcome of the first rank whose check failed, or of rank 0 if none failed."""
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    outcomes = _of_all(outcome)
     wrong = [f"{text} (rank {rank})" for rank, text in enumerate(outcomes) if text.startswith("wrong")]
     return wrong[0] if wrong else outcomes[0]
-
-
-def _check_sum(device: torch.device) -> str:
-    total = torch.full((1000,), dist.get_rank() + 1.0, device=device)
-    dist.all_reduce(total)
-    expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
-    if bool((total == expected).all()):
-        return "right"
-    return f"wrong: an all-reduce of 1 to {dist.get_world_size()} gave {total.unique().tolist()}, expected {expected}"
 
 
 def _check_collectives(collectives: Collectives, device: torch.device) -> str:
@@ -129,4 +219,4 @@ def _train(model: nn.Module, device: torch.device) -> list[float]:
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_worker(lambda: check_ranks(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))
