@@ -124,6 +124,19 @@ def test_a_wrong_address_is_one_message(address: str) -> None:
     assert isinstance(done.exception, ConfigError) and "use HOST:PORT" in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--web-address", "127.0.0.1:1"), "--web-address has no effect without --web"),
+        (("--web",), "--model has no effect with --web"),
+        (("--web", "--json"), "--json has no effect with --web"),
+    ],
+)
+def test_an_option_without_effect_is_refused(words: tuple[str, ...], message: str) -> None:
+    model = () if "--json" in words else ("--model", "GPT-2")
+    assert message in str(CliRunner().invoke(app, ["plan", *model, *words]).exception)
+
+
 # -- in a browser -----------------------------------------------------------------------------------------------
 
 

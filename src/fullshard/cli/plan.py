@@ -96,7 +96,13 @@ def plan(
     Reports whether the run fits and, if it does not, what would make it fit. The exit code is 0 if it fits, 1 if it
     does not, and 2 if the arguments are invalid.
     """
+    given = given_settings(context, context.params)
+    if "web_address" in given and not web:
+        raise ConfigError("--web-address has no effect without --web", hint="add --web")
     if web:
+        if others := sorted(given.keys() - {"web", "web_address"}):
+            option = others[0].removeprefix("as_").replace("_", "-")
+            raise ConfigError(f"--{option} has no effect with --web", hint="ask on the page")
         from fullshard.cli.plan_page import serve
 
         serve(web_address)
