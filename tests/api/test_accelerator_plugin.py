@@ -226,7 +226,7 @@ def test_torchs_general_policies_select_the_same_modules() -> None:
         {"cpu_offload": "maybe"},
         {"activation_checkpointing_offload": "maybe"},
         {"cpu_ram_efficient_loading": True, "sync_module_states": False},
-        {"mixed_precision_policy": "fp8"},
+        {"mixed_precision_policy": "fp4"},
         {"forward_prefetch": "maybe"},
     ],
 )

@@ -499,8 +499,8 @@ def test_a_norm_may_be_clipped_to_any_number(
 
 
 def test_nested_keys_where_one_value_belongs_are_shown_as_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mixed_precision: expected text, got \(dtype: 'bf16',\)"):
-        read(tmp_path, "distributed_type: FSDP\nmixed_precision:\n  dtype: bf16\n")
+    with pytest.raises(ConfigError, match=r"main_training_function: expected text, got \(dtype: 'bf16',\)"):
+        read(tmp_path, "distributed_type: FSDP\nmain_training_function:\n  dtype: bf16\n")
 
 
 def test_keys_that_are_merged_in_are_where_they_are_merged(tmp_path: Path) -> None:
@@ -616,7 +616,7 @@ def test_variables_people_set() -> None:
         ("FSDP_COLOUR", "red", "$FSDP_COLOUR: unknown variable", "the known variables are"),
         ("ACCELERATE_MIXED_PRECISON", "bf16", "unknown variable", "did you mean ACCELERATE_MIXED_PRECISION?"),
         ("FSDP_OFFLOAD_PARAMS", "maybe", "$FSDP_OFFLOAD_PARAMS: expected true or false", "see"),
-        ("ACCELERATE_FP8_BACKEND", "TE", "ACCELERATE_FP8_BACKEND = TE is not supported", "unset"),
+        ("ACCELERATE_FP8_BACKEND", "TE", "$ACCELERATE_FP8_BACKEND: TE is not supported", "use torchao"),
         ("PARALLELISM_CONFIG_TP_SIZE", "2", "tensor parallelism", "in the script"),
         ("PARALLELISM_CONFIG_CP_BACKEND", "ring", "expected one of TORCH", "use TORCH"),
     ],
@@ -635,6 +635,7 @@ def test_other_variables_of_accelerate_are_named() -> None:
         "ACCELERATE_LOG_LEVEL": "debug",
         "ACCELERATE_ENABLE_RICH": "1",
         "ACCELERATE_DEBUG_RDV_FILE": "rdv",
+        "ACCELERATE_FP8_OVERRIDE_FPROP": "False",
     }
     assert load_environment(of_helpers) == Reading()
 

@@ -103,7 +103,7 @@ def test_precision_modes_and_overrides() -> None:
     mixed = PrecisionConfig.of({"mode": "bf16", "reduce_dtype": "torch.bfloat16", "output_dtype": "bf16"})
     assert (mixed.reduce_dtype, mixed.result_dtype) == ("bfloat16", "bfloat16")
     with pytest.raises(ConfigError, match="'mode'"):
-        PrecisionConfig.of({"mode": "fp8"})
+        PrecisionConfig.of({"mode": "fp4"})
     with pytest.raises(ConfigError, match="'param_dtype'"):
         PrecisionConfig.of({"param_dtype": "int8"})
 

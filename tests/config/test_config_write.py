@@ -106,7 +106,7 @@ SHARDING = groups(
 ) | groups(ShardingConfig, wrap=st.just("none"), strategy=st.sampled_from(sorted(STRATEGIES)))
 PRECISION = groups(
     PrecisionConfig,
-    mode=st.sampled_from(["no", "fp32", "bf16", "fp16"]),
+    mode=st.sampled_from(["no", "fp32", "bf16", "fp16", "fp8"]),
     param_dtype=DTYPES,
     reduce_dtype=DTYPES,
     gather_as=st.none() | st.sampled_from(["int8", "bfloat16"]),
@@ -114,6 +114,8 @@ PRECISION = groups(
     output_dtype=DTYPES,
     buffer_dtype=DTYPES,
     cast_inputs=BOOL,
+    fp8_all_gather=BOOL,
+    fp8_pad_inner_dim=BOOL,
 )
 CONFIGS = groups(
     RunConfig,
@@ -229,7 +231,7 @@ def test_every_setting_is_explained_in_the_file() -> None:
         {"sharding": {"no_such": 1}},
         {"launch": {"num_processes": 0}},
         {"lunch": {}},
-        {"precision": {"mode": "fp8"}},
+        {"precision": {"mode": "fp4"}},
     ],
 )
 def test_the_schema_refuses_what_the_reader_refuses(content: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from fullshard.api.accelerates import compilation, own_plugin, take_changes
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
 from fullshard.api.context_parallel import divided, prepare
+from fullshard.api.float8 import compute_in_float8, float8_recipe
 from fullshard.api.forwarding import forwarded
 from fullshard.api.late_adapters import is_sharded_inside, shard_adapters
 from fullshard.api.loaders import Loaders
@@ -79,7 +80,7 @@ class Accelerator(Loaders, Reporting):
     Args:
         device_placement: whether to move batches to the device.
         split_batches: whether a loader's batch size counts the samples of all ranks together.
-        mixed_precision: `no`, `fp32`, `bf16` or `fp16`. Defaults to the launcher's setting.
+        mixed_precision: `no`, `fp32`, `bf16`, `fp16` or `fp8`. Defaults to the launcher's setting.
         gradient_accumulation_steps: micro-batches per optimizer step; 1 uses the launcher's setting.
         cpu: compute on the CPU even if there is an accelerator.
         dataloader_config: a `DataLoaderConfiguration`; replaces `split_batches`.
@@ -96,8 +97,9 @@ class Accelerator(Loaders, Reporting):
             If False, step once at every call.
         step_scheduler_once: step schedulers once per optimizer step, on any number of ranks. Accelerate does not have
             this option.
-        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs` or `ProfileKwargs`.
-            `DistributedDataParallelKwargs` have no effect; a note reports this.
+        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`, or
+            `AORecipeKwargs`, which selects the layers that compute in 8 bits. `DistributedDataParallelKwargs` have no
+            effect; a note reports this.
         dynamo_backend: the `torch.compile` backend that compiles every unit's forward; `no` turns compilation off.
             Defaults to the launcher's setting.
         dynamo_plugin: Accelerate's `TorchDynamoPlugin`, which sets the backend and its options.
@@ -163,6 +165,7 @@ class Accelerator(Loaders, Reporting):
         super().__init__(ProcessState.start(device=self._config.launch.device, timeout_seconds=seconds))
         self.gradient_state = self._make_gradient_state(gradient_accumulation_plugin)
         _check_precision(self._config.precision.mode, self.device)
+        self.ao_recipe_handler = float8_recipe(self.handlers, self._config.precision)
         sharding = self._config.sharding
         if getattr(parallelism_config, "total_size", 1) == 1:  # `ParallelismConfig()` leaves the sizes to the launcher
             parallelism_config = self._parallelism_of_settings() or parallelism_config
@@ -292,6 +295,7 @@ class Accelerator(Loaders, Reporting):
         was_sharded = is_sharded(model)
         if not was_sharded:
             self._take_changes()
+        compute_in_float8(model, self.ao_recipe_handler, self._say, is_late=was_sharded or is_sharded_inside(model))
         if not any(model is known for known in self._models):
             self._divide_sequences(model)
         if not was_sharded:
@@ -476,10 +480,10 @@ class Accelerator(Loaders, Reporting):
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Enable autocast in the block, for computations outside prepared models.
 
-        Do nothing unless the mode is bf16 or fp16.
+        Do nothing unless the mode is bf16, fp16 or fp8.
         """
         options = autocast_handler or self.autocast_handler
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(self.mixed_precision)
         if dtype is None:
             yield
             return
@@ -551,6 +555,7 @@ class Accelerator(Loaders, Reporting):
             )
         _check_precision(mode, self.device)
         self._config = config
+        self.ao_recipe_handler = float8_recipe(self.handlers, config.precision)
         self.state.mixed_precision = mode
         self.state.tell_accelerate()
 

@@ -32,7 +32,7 @@ def accelerate(
         optimizer: an optimizer created before or after this call; its parameters are replaced in place.
         dataloader: a loader to divide. Every rank takes its share of each step, and batches move to the rank's device.
         config: a `ShardingConfig` or a dict of its settings.
-        mixed_precision: `no`, `fp32` or `bf16`. Defaults to the launcher's setting, or `no` without a launcher.
+        mixed_precision: `no`, `fp32`, `bf16` or `fp8`. Defaults to the launcher's setting, or `no` without a launcher.
 
     Returns:
         The model, optimizer and loader; None for each object that was not passed.

@@ -14,6 +14,7 @@ from fullshard.api.forwarding import forwarded
 from fullshard.api.gathering import Gathering
 from fullshard.comm import torch_private
 from fullshard.config.schema import RunConfig
+from fullshard.core.dtypes import AUTOCAST
 
 
 class Facts(Gathering):
@@ -31,9 +32,9 @@ class Facts(Gathering):
     is_composable_parallelism_enabled = True
     should_save_model = True  # every rank takes part in saving
     has_lomo_optimizer = False
-    has_fp8_handler = fp8_enabled = delayed_fp8_autocast = False
-    fp8_backend = "NO"
-    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
+    delayed_fp8_autocast = False
+    fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
+    ao_recipe_handler: Any
     flag_tensor = None
 
     distributed_type: DistributedType = forwarded("state.distributed_type")
@@ -41,10 +42,13 @@ class Facts(Gathering):
     use_distributed: bool = forwarded("state.use_distributed")
     """True if there are several ranks."""
     mixed_precision: str = forwarded("state.mixed_precision")
-    """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
+    """The precision mode: `no`, `fp32`, `bf16`, `fp16` or `fp8`."""
 
-    native_amp: bool = forwarded("mixed_precision", ("bf16", "fp16").__contains__)
+    native_amp: bool = forwarded("mixed_precision", AUTOCAST.__contains__)
     """True if models run under autocast."""
+    fp8_enabled: bool = forwarded("mixed_precision", "fp8".__eq__)
+    has_fp8_handler: bool = forwarded("ao_recipe_handler", lambda recipe: recipe is not None)
+    fp8_backend: str = forwarded("has_fp8_handler", lambda has: "AO" if has else "NO")
     parallelism_config: Any = forwarded("state.parallelism_config")
     """The `ParallelismConfig` that the script passed, or None."""
 

@@ -35,9 +35,8 @@ class ProjectConfiguration(Theirs):  # type: ignore[misc]
         self.set_directories(self.project_dir)
 
 
-_HANDLED = (
-    "GradScalerKwargs", "AutocastKwargs", "InitProcessGroupKwargs", "DistributedDataParallelKwargs", "ProfileKwargs",
-)  # fmt: skip
+_KINDS = ("GradScaler", "Autocast", "InitProcessGroup", "DistributedDataParallel", "Profile", "AORecipe")
+_HANDLED = {f"{kind}Kwargs" for kind in _KINDS}
 
 
 def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
     given = dict(named)
     if len(given) != len(named):
         raise ConfigError(f"kwargs_handlers has two handlers of the same kind: {', '.join(name for name, _ in named)}")
-    for name in given.keys() - set(_HANDLED):
+    for name in given.keys() - _HANDLED:
         raise ConfigError(
             f"the kwargs handler {name} is not supported",
             hint=HANDLERS.get(name, "use GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs"),

@@ -20,14 +20,13 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
 from fullshard.api import torch_private
-from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
 from fullshard.config.handover import launched, set_variables, whole
 from fullshard.config.origin import Entry, Origin, Precedence
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
-from fullshard.core.dtypes import COMPUTE
+from fullshard.core.dtypes import AUTOCAST, COMPUTE
 from fullshard.core.errors import ConfigError
 from fullshard.engine.precision import torch_dtype
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy
@@ -72,8 +71,8 @@ class FullyShardedDataParallelPlugin:
         sharding_strategy: name in any case, number 1 to 5, or torch's enum. Default FULL_SHARD.
         reshard_after_forward: bool, `auto`, or (as in Accelerate's version 1) the name of a strategy.
         backward_prefetch: BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH, a number or torch's enum. Default BACKWARD_PRE.
-        mixed_precision_policy: `bf16`, `fp16`, `fp32`, a dict of dtypes, or torch's or fullshard's policy. Default: the
-            Accelerator's `mixed_precision`.
+        mixed_precision_policy: `bf16`, `fp16`, `fp32`, `fp8`, a dict of dtypes, or torch's or fullshard's policy.
+            Default: the Accelerator's `mixed_precision`.
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, one of torch's policies, or anything
             that `fullshard.wrap.policies` accepts. Default: the model's own layers, and all repeated blocks.
         cpu_offload: bool, torch's `CPUOffload` or `CPUOffloadPolicy`, or fullshard's `OffloadPolicy`, which can select
@@ -272,8 +271,8 @@ class FullyShardedDataParallelPlugin:
         if self.said("mixed_precision_policy") is not None and not override:
             return
         settings = _precision_settings(mixed_precision)
-        if buffer_autocast and settings.get("mode") in ("bf16", "fp16"):
-            settings["buffer_dtype"] = settings["mode"]
+        if buffer_autocast and settings.get("mode") in AUTOCAST:
+            settings["buffer_dtype"] = COMPUTE[settings["mode"]]
         PrecisionConfig.of(settings or None)
         self.mixed_precision_policy = settings or None
 
@@ -382,8 +381,6 @@ def _precision_settings(policy: Any) -> dict[str, Any]:
     if isinstance(policy, torch.dtype):  # Accelerate's `set_mixed_precision` accepts the dtype of a mode
         policy = next((mode for mode, name in COMPUTE.items() if f"torch.{name}" == str(policy)), str(policy))
     if isinstance(policy, str):
-        if policy.strip().lower() == "fp8":
-            raise ConfigError("mixed_precision_policy: fp8 is not supported", hint=INSTEAD_OF_FP8)
         return {"mode": policy}
     if isinstance(policy, Mapping):
         values = dict(policy)

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from fullshard.config.accelerate import INSTEAD_OF_FP8
+from fullshard.config.accelerate import ONLY_TORCHAO
 
 ONE_ENGINE = "fullshard has only one engine; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
 _PIPELINES = "pipelines are not configured here; torch's schedules run around sharded stages"
@@ -22,7 +22,7 @@ METHODS = {
 }
 """Refused methods and properties of the Accelerator, with the reasons."""
 
-HANDLERS = dict.fromkeys(("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), INSTEAD_OF_FP8)
+HANDLERS = dict.fromkeys(("FP8RecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), ONLY_TORCHAO)
 """Refused kinds of `kwargs_handlers`, with the reasons."""
 
 NAMES = {

@@ -30,7 +30,7 @@ from fullshard.checkpoint.live_adapters import use_sharded_methods
 from fullshard.checkpoint.quantities import conversion_of, quantise_rest
 from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
-from fullshard.core.dtypes import main_dtype
+from fullshard.core.dtypes import AUTOCAST, main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.engine.kinds import kind_of
@@ -264,10 +264,10 @@ class _Outer:
 
 
 def _change_dtypes(model: nn.Module, precision: PrecisionConfig, options: AutocastKwargs, device: torch.device) -> None:
-    """In the modes bf16 and fp16, run the forward of the root under autocast. Cast its outputs if configured."""
+    """In the modes bf16, fp16 and fp8, run the forward of the root under autocast. Cast its outputs if configured."""
     dtype, output_dtype = dtype_or_none(precision.compute_dtype), dtype_or_none(precision.result_dtype)
     autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    if precision.mode in ("bf16", "fp16") and dtype in (torch.bfloat16, torch.float16):
+    if precision.mode in AUTOCAST and dtype in (torch.bfloat16, torch.float16):
         autocast = functools.partial(
             torch.autocast, device.type, dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )

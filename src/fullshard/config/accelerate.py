@@ -53,13 +53,13 @@ def _distributed_type(value: Any) -> Settings | str:
     return {"sharding.strategy": "NO_SHARD"} if name in _PLAIN else {}
 
 
-INSTEAD_OF_FP8 = "use bf16; to multiply in 8 bits, first convert layers with torchao's convert_to_float8_training"
+ONLY_TORCHAO = "use torchao (fp8_backend AO, or AORecipeKwargs): only its weights define how to gather them in 8 bits"
 
 
-def _mixed_precision(value: Any) -> Settings:
-    if str(value).strip().lower() == "fp8":
-        raise ConfigError("fp8 is not supported", hint=INSTEAD_OF_FP8)
-    return {"precision.mode": values.coerce("precision.mode", value)}
+def _fp8_backend(value: Any) -> Settings:
+    if (name := values.one_of(value, ("AO", "TE", "MSAMP", "NO"))) in ("TE", "MSAMP"):
+        raise ConfigError(f"{name} is not supported", hint=ONLY_TORCHAO)
+    return {}  # without a backend, Accelerate, too, uses torchao if it is installed
 
 
 def hosts(value: Any) -> Settings:
@@ -163,6 +163,12 @@ DYNAMO_KEYS = (
     ),
 )
 
+FP8_KEYS = (
+    Key("fp8_backend", because="AO is the only one", read=_fp8_backend),
+    Key("fp8_enable_fsdp_float8_all_gather", target="precision.fp8_all_gather"),
+    Key("fp8_pad_inner_dim", target="precision.fp8_pad_inner_dim"),
+)
+
 PARALLELISM_KEYS = (
     Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=shard_size),
     Key("parallelism_config_dp_replicate_size", Status.TRANSLATED, "sharding.strategy", read=_size),
@@ -192,7 +198,7 @@ CLUSTER_KEYS = (
         because="FSDP shards; NO starts one process, whatever num_processes is; MULTI_* puts replicas on all ranks",
         read=_distributed_type,
     ),
-    Key("mixed_precision", target="precision.mode", read=_mixed_precision, variable="ACCELERATE_MIXED_PRECISION"),
+    Key("mixed_precision", target="precision.mode", variable="ACCELERATE_MIXED_PRECISION"),
     Key("fp16", Status.TRANSLATED, "precision.mode", read=switch("precision.mode", "fp16")),
     Key("use_cpu", target="launch.device", read=switch("launch.device", "cpu"), variable="ACCELERATE_USE_CPU"),
     Key("debug", target="launch.debug", variable="ACCELERATE_DEBUG_MODE"),
@@ -214,7 +220,7 @@ CLUSTER_KEYS = (
     ),
     Key("dynamo_config", section=Dialect("dynamo_config", DYNAMO_KEYS, prefix="dynamo_")),
     Key("dynamo_backend", Status.TRANSLATED, "sharding.compile_backend", read=_backend),
-    *refused("8-bit floating point is not supported", "fp8_config"),
+    Key("fp8_config", section=Dialect("fp8_config", FP8_KEYS, prefix="fp8_")),
     *refused("fullshard splits models only by sharding", "megatron_lm_config"),
     *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
     *refused("Intel's extension for PyTorch is not used", "ipex_config", "use_xpu"),
@@ -282,6 +288,7 @@ FLAT = Dialect(
         *FSDP_KEYS,
         *PARALLELISM_KEYS,
         *DYNAMO_KEYS,
+        *FP8_KEYS,
         *(key for key in CLUSTER_KEYS if key.section is None and key.name not in _FLAT_NAMES),
         *STEP_KEYS,
     ),

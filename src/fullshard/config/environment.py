@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from fullshard.config.accelerate import DYNAMO_KEYS, FLAT, PARALLELISM_KEYS
+from fullshard.config.accelerate import DYNAMO_KEYS, FLAT, FP8_KEYS, PARALLELISM_KEYS
 from fullshard.config.dialect import Note, Problem, Reading, Status
 from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.origin import Entry, Origin
@@ -63,7 +63,7 @@ def _wished(entries: list[Entry]) -> list[Entry]:
 
 VARIABLES: dict[str, str] = {
     **{key.variable or key.name.upper(): key.name for key in (*FSDP_KEYS, *PARALLELISM_KEYS)},
-    **{f"ACCELERATE_{key.name.upper()}": key.name for key in DYNAMO_KEYS},
+    **{f"ACCELERATE_{key.name.upper()}": key.name for key in (*DYNAMO_KEYS, *FP8_KEYS)},
     **{key.variable: key.name for key in FLAT.keys if key.variable},
 }
 """The key for each variable."""
@@ -77,6 +77,10 @@ _IGNORED = (
     # Read by what scripts import from Accelerate: loggers, tracebacks, `init_empty_weights`, `debug_launcher`.
     *("ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
     *("ACCELERATE_DEBUG_RDV_FILE", "ACCELERATE_NUM_PROCESSES"),
+    # Accelerate's launcher exports these with every backend, but only Transformer Engine and MS-AMP use them.
+    *(f"ACCELERATE_FP8_{name}" for name in ("USE_AUTOCAST_DURING_EVAL", "MARGIN", "INTERVAL", "FORMAT", "OPT_LEVEL")),
+    *(f"ACCELERATE_FP8_AMAX_{name}" for name in ("HISTORY_LEN", "COMPUTE_ALGO")),
+    *(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD")),
 )
 
-_REFUSED = ("ACCELERATE_FP8_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_REFUSED = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")

@@ -67,7 +67,7 @@ _LAUNCHER_KEYS = (
 _NOT_HERE = {
     "models can only be divided by sharding": ("megatron_lm_", "use_megatron_lm"),
     "jobs are started on your own machines": ("aws_",),
-    "8-bit floating point is not supported": ("fp8_",),
+    "only Transformer Engine and MS-AMP use it": ("fp8_",),
     ON_EACH_HOST: ("tpu_cluster", "vm"),
     "set the variables where you start the launcher; processes inherit them": ("env",),
     "processes are started by the launcher or by Slurm": ("mpirun_",),

@@ -20,11 +20,11 @@ from pydantic.fields import FieldInfo
 from fullshard.config.axes import AxesConfig
 from fullshard.config.settings import ANY_CASE, CombinationError, Settings, plain_message, setting
 from fullshard.config.sharding import ShardingConfig
-from fullshard.core.dtypes import COMPUTE, saves
+from fullshard.core.dtypes import AUTOCAST, COMPUTE, saves
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import check_path
 
-PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
+PrecisionMode = Literal["no", "fp32", "bf16", "fp16", "fp8"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Packing = Literal["int8", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -47,6 +47,7 @@ class PrecisionConfig(Settings):
     | `fp32` | float32 | float32 | float32 |
     | `bf16` | float32 | bfloat16 | float32 |
     | `fp16` | float32 | float16, scaled loss | float32 |
+    | `fp8` | float32 | bfloat16, products of linear layers in 8 bits by torchao | float32 |
     """
 
     mode: PrecisionMode = setting(
@@ -56,11 +57,12 @@ class PrecisionConfig(Settings):
             "bf16": "bf16: computes in bfloat16, keeps float32 weights and optimizer state",
             "fp16": "fp16: computes in float16 with a scaled loss; for GPUs without bfloat16",
             "fp32": "fp32: everything in float32",
+            "fp8": "fp8: as bf16, but torchao multiplies in 8 bits in linear layers; for recent GPUs",
             "no": "no: keep the model's dtypes",
         },
     )
     """The dtype in which forward and backward compute. Main weights are float32, except with `no`, which keeps the
-    model's dtypes. With fp16, the loss is scaled."""
+    model's dtypes. With fp16, the loss is scaled. With fp8, inner linear layers multiply in 8 bits."""
 
     param_dtype: Dtype | None = None
     """Compute dtype of parameters and inputs. None: the mode's dtype."""
@@ -78,13 +80,19 @@ class PrecisionConfig(Settings):
     `reduce_dtype`. None: gradients are sent in `reduce_dtype`."""
 
     output_dtype: Dtype | None = None
-    """Dtype to which the model's floating-point outputs are cast. None: float32 in the modes bf16 and fp16."""
+    """Dtype to which the model's floating-point outputs are cast. None: float32 in the modes bf16, fp16 and fp8."""
 
     buffer_dtype: Dtype | None = None
     """Dtype to which floating-point buffers are cast. None: no cast, which is right for rotary tables and norms."""
 
     cast_inputs: bool = True
     """Whether floating-point inputs of each unit are cast to the compute dtype."""
+
+    fp8_all_gather: bool = True
+    """Whether the weights of layers that compute in 8 bits are also gathered in 8 bits, with one scale per weight."""
+
+    fp8_pad_inner_dim: bool = True
+    """Whether torchao pads the operands of products in 8 bits whose inner dimension is no multiple of 16."""
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -117,6 +125,9 @@ class PrecisionConfig(Settings):
                     other,
                     hint=f"remove {name}",
                 )
+        if self.mode != "fp8" and not (self.fp8_all_gather and self.fp8_pad_inner_dim):
+            off = "fp8_pad_inner_dim" if self.fp8_all_gather else "fp8_all_gather"
+            raise CombinationError(f"{off} = false applies to the mode fp8 only", "mode", off, hint=f"remove {off}")
         return self
 
     @property
@@ -127,7 +138,7 @@ class PrecisionConfig(Settings):
     @property
     def result_dtype(self) -> Dtype | None:
         """Return the dtype to which the model's outputs are cast, or None if they are not cast."""
-        return self.output_dtype or ("float32" if self.mode in ("bf16", "fp16") else None)
+        return self.output_dtype or ("float32" if self.mode in AUTOCAST else None)
 
 
 class LaunchConfig(Settings):

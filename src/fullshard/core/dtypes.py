@@ -31,8 +31,11 @@ FLOATING = frozenset(name for name in ITEMSIZES if "float" in name)
 HALF = ("bfloat16", "float16")
 """Dtypes in which an optimizer's step loses small updates."""
 
-COMPUTE: dict[str, str | None] = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+COMPUTE = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """Compute dtype of each precision mode. None means the stored dtype."""
+
+AUTOCAST = ("bf16", "fp16", "fp8")
+"""Precision modes in which models run under autocast to the compute dtype."""
 
 
 def itemsize(dtype: str) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -194,7 +193,7 @@ def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
     return parameter if isinstance(parameter, ShardedTensor) else None
 
 
-def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:
+def mark_original(parameter: torch.Tensor, sharded: ShardedTensor) -> None:
     """Store a weak reference to the sharded parameter on the original parameter that it replaces."""
     setattr(parameter, _REFERENCE, weakref.ref(sharded))
 

@@ -10,7 +10,7 @@ from fullshard.config import values
 from fullshard.config.schema import Dtype, Packing, PrecisionMode, RunConfig
 from fullshard.config.sharding import BackwardPrefetch, Form, kept_or_auto
 from fullshard.config.view import View, of_run
-from fullshard.core.dtypes import COMPUTE, Dtypes, main_dtype
+from fullshard.core.dtypes import AUTOCAST, COMPUTE, Dtypes, main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
@@ -63,7 +63,7 @@ class Job(View):
     )
     unsharded_memory_gib: float | None = of_run("sharding.unsharded_memory_gib")
     wrap_embeddings: bool = of_run("sharding.wrap_embeddings")
-    precision: PrecisionMode = of_run("precision.mode", "bf16", "bf16, fp16, fp32, or no: compute as stored")
+    precision: PrecisionMode = of_run("precision.mode", "bf16", "bf16, fp16, fp32, fp8, or no: compute as stored")
     reduce_dtype: Dtype | None = of_run("precision.reduce_dtype")
     gather_as: Packing | None = of_run("precision.gather_as")
     reduce_as: Packing | None = of_run("precision.reduce_as")
@@ -175,7 +175,7 @@ class Job(View):
             raise ConfigError(
                 f"the planner does not support tp together with {wrong[0]}", hint="remove one of the two settings"
             )
-        if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
+        if self.method == "qlora" and self.base_dtype == "float32" and self.precision in AUTOCAST:
             raise ConfigError(
                 "qlora computes in half precision, but base_dtype is float32", hint="set base_dtype to bfloat16"
             )

@@ -21,7 +21,7 @@ gradient takes another 4 V H bytes.
 
 from dataclasses import dataclass
 
-from fullshard.core.dtypes import itemsize
+from fullshard.core.dtypes import AUTOCAST, itemsize
 from fullshard.core.sizes import format_nbytes
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import ModelShape
@@ -117,7 +117,7 @@ def held_width(job: Job) -> int:
     """Return the bytes per logit of outputs that a loop keeps. An Accelerator may have cast them to float32."""
     if not job.keeps_outputs:
         return 0
-    return 4 if job.precision in ("bf16", "fp16") else itemsize(job.compute_dtype)
+    return 4 if job.precision in AUTOCAST else itemsize(job.compute_dtype)
 
 
 def loss_note(model: ModelShape, job: Job) -> str:

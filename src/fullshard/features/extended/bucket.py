@@ -65,6 +65,7 @@ class ExtendedBucket(Bucket):
         super().__init__(slots, **options)
         [parameter] = self.sharded_parameters
         mark_original(extended, parameter)  # not kept, because it holds unsharded memory
+        mark_original(wrapped_by(extended), parameter)  # an optimizer that is older than the extension holds this
         if isinstance(parameter, ExtendedParameter):
             parameter.rows = self.buffer.rows
 
