@@ -263,3 +263,54 @@ def test_trainer_beside_accelerates_own(tmp_path: Path) -> None:
         found = run_ranks(through_trainer, size, str(tmp_path / str(size)), False)
         for name, tolerance in (("losses", 1e-3), ("norms", 2e-2)):  # other weights are rounded, and of half a batch
             assert found[0][name] == pytest.approx(stock[name], rel=tolerance)
+
+
+class Experts(nn.Module):
+    """A layer of four experts, each with an equal part of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32, 32) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(32, 129, 32, dtype=torch.int32)
+        found: torch.Tensor = torch._grouped_mm(x.bfloat16(), self.weight.bfloat16().transpose(-2, -1), offs=ends)
+        return found
+
+
+def microscaled(layer: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """A model with one layer of torchao's MXFP8, emulated, and the units of it."""
+    config = importlib.import_module("torchao.prototype.moe_training.config")
+    quantize: Any = importlib.import_module("torchao.quantization").quantize_
+    emulated = config.MXFP8TrainingOpConfig.from_recipe(config.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    model = nn.Sequential(nn.Linear(32, 32), layer, nn.Linear(32, 32))
+    quantize(model, emulated, filter_fn=lambda module, name: module is layer)
+    assert type(layer.weight.data).__name__ == "MXFP8TrainingWeightWrapperTensor"
+    return model, [layer, model]
+
+
+def check_microscaled(kind: str) -> None:
+    from torch.distributed import fsdp
+
+    found = []
+    for engine in (fsdp, fullshard):
+        torch.manual_seed(0)
+        model, units = microscaled(Experts() if kind == "experts" else nn.Linear(32, 32, bias=False))
+        for unit in units:
+            engine.fully_shard(unit, mp_policy=engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        losses = []
+        for number in range(3):
+            loss = model(batch(number, rank_and_size()[0], 128, 32).bfloat16()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+def test_microscaled_layers_train_as_under_torchs_fully_shard(kind: str) -> None:
+    run_ranks(check_microscaled, 2, kind)

@@ -34,7 +34,6 @@ class Facts(Gathering):
     has_lomo_optimizer = False
     delayed_fp8_autocast = False
     fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
-    ao_recipe_handler: Any
     flag_tensor = None
 
     distributed_type: DistributedType = forwarded("state.distributed_type")

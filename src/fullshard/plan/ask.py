@@ -71,6 +71,8 @@ def ask(
         del given["strategy"]
     asked = dict(given)
     job, cluster, more = _question(given, devices, hosts, config, host_memory)
+    if job.precision == "fp8":
+        more.append("fp8 is planned as bf16: products and gathers in 8 bits are not in the figures")
     front: list[Plan] = []
     if auto:
         fixed = given.keys() - {"micro_batch", "accumulation"}

@@ -286,7 +286,6 @@ def notes_of(plan: Plan) -> list[str]:
         f"a {device.name} has no bfloat16 in hardware: the plan assumes the speed of float16 (--precision fp16)": (
             job.precision == "bf16" and not device.has_bfloat16
         ),
-        "fp8 is planned as bf16: products and gathers in 8 bits are not in the figures": job.precision == "fp8",
         loss_note(plan.model, job): plan.model.vocab > 0,
         (said := _attention_note(plan)): bool(said),
         f"layers are split over {job.tp} ranks as Transformers splits Llama's, and each rank has all tokens between "

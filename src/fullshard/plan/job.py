@@ -63,7 +63,7 @@ class Job(View):
     )
     unsharded_memory_gib: float | None = of_run("sharding.unsharded_memory_gib")
     wrap_embeddings: bool = of_run("sharding.wrap_embeddings")
-    precision: PrecisionMode = of_run("precision.mode", "bf16", "bf16, fp16, fp32, fp8, or no: compute as stored")
+    precision: PrecisionMode = of_run("precision.mode", "bf16", "bf16, fp16, fp32, fp8 (as bf16), or no (as stored)")
     reduce_dtype: Dtype | None = of_run("precision.reduce_dtype")
     gather_as: Packing | None = of_run("precision.gather_as")
     reduce_as: Packing | None = of_run("precision.reduce_as")
