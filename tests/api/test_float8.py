@@ -1,7 +1,5 @@
 """`mixed_precision="fp8"`: Accelerate's own conversion to torchao's float8 layers, before the model is sharded."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The precision mode fp8: Accelerate replaces linear layers with torchao's before sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
