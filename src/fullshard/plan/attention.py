@@ -15,9 +15,9 @@ these fractions. With S keys per query, the fractions are multiplied by S / (S +
 Version 2 runs on Blackwell with the instructions of an A100, and hardly faster than on an H100: 354 to 362 TFLOP/s with
 heads of 128 in forward (pytorch-labs/tritonbench, pull request 171). Two versions are written for one architecture:
 
-    flash3    Hopper. Forward 621 TFLOP/s with 16,384 keys (pytorch/benchmark, pull request 2391), a tenth less with a
-              mask. Backward 1.62 times as fast as version 2, the middle of what the paper says (1.5 to 1.75). cuDNN,
-              which Transformer Engine runs, is as fast (arXiv 2407.08608, figure 5)
+    flash3    Hopper. 630 TFLOP/s in forward and 532 in backward with a mask and 8,192 keys
+              (Dao-AILab/flash-attention, pull request 1791; 685 and 539 in meta-pytorch/tritonbench, pull request
+              1267). cuDNN, which Transformer Engine runs, is as fast (arXiv 2407.08608, figure 5)
     flash4    Blackwell. 1418 TFLOP/s in forward and 1209 in backward with a mask and 8,192 keys
               (Dao-AILab/flash-attention, pull request 2280)
 
@@ -71,13 +71,17 @@ _WRITTEN_FOR = {
 }
 """The architecture that a version of flash attention is written for, and how the names of its devices begin."""
 
-_FRACTIONS = {"flash3": (0.9 * 621 / 989, 1.62 * 0.305), "flash4": (1418 / 2250, 1209 / 2250)}
-"""Fractions of the peak that these versions reach in forward and in backward, with a mask and heads of 128."""
+_MEASURED = {"flash3": (630 / 989, 532 / 989), "flash4": (1418 / 2250, 1209 / 2250)}
+"""Fractions of the peak that these versions reach in forward and in backward, with a mask, heads of 128 and 8,192
+keys."""
 
 
 def fractions(job: Job, device: Device) -> tuple[float, float]:
     """Return the fractions of the peak that attention reaches for long sequences, in forward and in backward."""
-    return _FRACTIONS.get(job.attention, (device.flash, device.flash))
+    if job.attention not in _MEASURED:
+        return device.flash, device.flash
+    forward, backward = (part * (1 + _HALF / 8192) for part in _MEASURED[job.attention])
+    return forward, backward
 
 
 def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
