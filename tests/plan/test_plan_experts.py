@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.plan.axes import Message
 from fullshard.plan.evaluate import Plan, evaluate
-from fullshard.plan.experts import added_seconds, dispatched_nbytes, operations
+from fullshard.plan.experts import added_seconds, dispatched_nbytes, operations, selected_nbytes
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
@@ -94,6 +94,32 @@ def test_operations_of_experts(experts: str) -> None:
     planned += [*map(sum, zip(LAYER_VIEWS, views, strict=True))]
     for ours, few, many in zip(planned, *counted, strict=True):
         assert ours == pytest.approx(many - few, rel=0.15)
+
+
+class Selections(TorchDispatchMode):
+    """Adds up the bytes of gradients as large as what a loop selects an expert or its tokens from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        whole = {(4, 80, 64), (4, 64, 40), (TOKENS, 64)}
+        moved = {"select_backward": [made], "new_zeros": [made], "add": [*args, made]}
+        for tensor in moved.get(function.overloadpacket.__name__, []):
+            if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) in whole:
+                self.nbytes += tensor.numel() * tensor.itemsize
+        return made
+
+
+def test_a_loop_writes_a_whole_gradient_for_each_expert() -> None:
+    job = Job.of({"experts": "eager"})
+    planned = sum(selected_nbytes(4, elements, job) for elements in (4 * 80 * 64, 4 * 64 * 40, TOKENS * 64))
+    found = both(1, "eager", Selections)[1].nbytes
+    print(f"planned {planned}, found {found}")
+    assert planned == pytest.approx(found, rel=0.05)
+    assert selected_nbytes(4, TOKENS * 64, Job()) == 0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ pull request 460; forward of 32,768 tokens, of which moving tokens takes 2.6 and
 Tokens are gathered, weighted, put back in order and summed. These operations of Transformers read and write 7 b H bytes
 per token and expert in forward, and 14 b H in backward (`tests/plan/test_plan_experts.py`). Kernels for experts do the
 same while they compute, except for 4 and 6 b H.
+
+A loop selects each expert from the stacked weights, and its tokens from all tokens. The backward of each selection
+writes a gradient as large as what it selected from, mostly zeros, and adds it to the gradient of the other experts.
 """
 
 import math
@@ -85,4 +88,14 @@ def added_seconds(unit: UnitShape, job: Job, device: Device) -> tuple[float, flo
         backward += max(seconds * slowdown(rows, outer, job.experts), least) - seconds
         if parameter.trainable or parameter.folded_rank:
             backward += max(seconds * slowdown(math.inf, rows, job.experts), least) - seconds
+            backward += selected_nbytes(parameter.shape[0], parameter.numel, job) / device.memory_speed
+    backward += selected_nbytes(block.experts // job.ep, job.tokens * block.hidden, job) / device.memory_speed
     return forward, backward
+
+
+def selected_nbytes(experts: int, elements: int, job: Job) -> int:
+    """Return the bytes that backward moves because a loop selects from so many elements, once for each expert.
+
+    Each selection writes zeros. All but the first read them and a sum, and write the sum.
+    """
+    return (4 * experts - 3) * elements * itemsize(job.compute_dtype) if job.experts == "eager" else 0
