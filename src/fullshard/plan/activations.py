@@ -126,8 +126,13 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     | rotation: two products, a negation, joining halves, a sum | 10 b (q + kv) |
     | gated activation and its product | 5 b I |
     | additions to the residual stream | 3 b H for each part |
-    | scaling and adding an adapter's output | 5 b times the width of the output |
+    | adapters | b times the width of the input + 6 b times that of the output |
     | scores that are written to memory | `passes_over_scores` |
+
+    An adapter's products are so narrow that reading their wide operands and writing their results takes longer than
+    computing. Its output is scaled and added, which a compiler fuses: 2 passes over outputs instead of 6. Backward
+    reads the output's gradient twice and scales it, reads the input, and adds the input's gradient: 4 passes over
+    outputs and 5 over inputs, or 3 and 3 if the single operations are fused.
     """
     layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
     saved = layer.kept + layer.recomputed
@@ -135,6 +140,10 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     if block.experts:
         saved -= round((1 + block.load) * width * block.experts_per_token * block.hidden) * job.tokens
         moved = [a + b * job.tokens for a, b in zip(moved, dispatched_nbytes(block, job), strict=True)]
+    if block.adapters is not None:
+        read, written = (width * each * job.tokens for each in (block.adapters.read, block.adapters.written))
+        moved[0] += read + (2 if job.compile else 6) * written
+        moved[1] += 3 * (read + written) if job.compile else 5 * read + 4 * written
     if job.compile:
         return 2 * saved + moved[0], 3 * saved + moved[1]
     saved -= _scores(block, job, device) * job.tokens
@@ -147,8 +156,6 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
         between += (24 + 6 * width if width < 4 else 28) * (block.heads + block.kv_heads) * block.head_dim
     within = 10 * width * (block.heads + block.kv_heads) * block.head_dim
     within += (5 if block.gated else 2) * width * block.active_intermediate
-    if block.adapters is not None:
-        within += 5 * width * block.adapters.written
     eager = between * job.tokens + within * job.tokens
     return max(2 * saved, eager) + forward, max(3 * saved, 2 * eager) + backward
 
