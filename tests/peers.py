@@ -19,14 +19,18 @@ transformers/models/llama/modeling_llama.py 4.39, peft/tuners/lora/layer.py 0.10
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.activations import layer_activations
+from fullshard.plan.evaluate import Plan
+from fullshard.plan.experts import slowdown
 from fullshard.plan.hardware import DEVICES
+from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
-from fullshard.plan.losses import BACKWARD_LOSS_NBYTES
+from fullshard.plan.losses import BACKWARD_LOSS_NBYTES, moved_nbytes
 from fullshard.plan.memory import fragments_nbytes
 from fullshard.plan.methods import apply_method
 from fullshard.plan.shapes import ModelShape, UnitShape
@@ -139,3 +143,43 @@ def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[s
         "unsharded gradients": trained * (compute + width),
         "gradients": on_device * model.trainable_numel * width // ranks,
     }
+
+
+def prime_rl_seconds(plan: Plan) -> float:
+    """Seconds of a step of prime-rl's reinforcement learning that a plan does not have, as of January 2026 (d8f290ef).
+
+    positions   `get_response_lengths` (trainer/utils.py) looks for the starts of sequences in a loop over positions on
+                the device. For each token the host selects a position, starts a comparison, and copies the result, for
+                which it waits. Packed sequences replaced it in June (pull request 2723)
+    logits      `FusedOutputLinear` (trainer/models/layers/lm_head.py) has chunks of 2,048 words for all tokens, and
+                each operation is a kernel: forward moves 54 bytes per logit for log-softmax and entropy, and backward
+                58. Each chunk also adds to the gradient of all hidden states
+    adapters    there is room for the adapters of four runs, so on Hopper both factors are grouped products
+                (trainer/models/layers/lora), as slow as those of experts in a plan
+    """
+    model, job, device = plan.setting.model, plan.setting.job, plan.cluster.device
+    positions = HostCosts().seconds(kernels=2, views=1) * job.tokens
+    logits = (54 + 58 + 6 * model.hidden / 2048) * model.vocab * job.tokens
+    passes = (logits - moved_nbytes(model, job)) / device.memory_speed
+    grouped = 0.0
+    if device.name in ("H100", "H200"):
+        grouped = sum(_grouped_adapters_flops(unit, job) for unit in model.units) / (device.flops * device.efficiency)
+    return job.accumulation * (positions + passes + grouped)
+
+
+def _grouped_adapters_flops(unit: UnitShape, job: Job) -> float:
+    """FLOP that take as long as a layer's grouped products of adapters: each tile has 128 columns and a start.
+
+    Backward repeats forward, multiplies the gradient of the output by both factors, and computes their gradients.
+    """
+    total = 0.0
+    for p in unit.parameters:
+        if ".lora_" not in p.name or unit.block is None:
+            continue
+        rows = job.tokens * (unit.block.experts_per_token if ".experts" in p.name else 1)
+        rank, width = job.adapter_rank, p.shape[".lora_A" in p.name]
+        into = 2 * rows * 128 * width * slowdown(math.inf, width)  # from the width to the rank
+        out = 2 * rows * rank * width * slowdown(math.inf, rank)
+        own = 2 * rows * 128 * width
+        total += (2 * into + out if ".lora_A" in p.name else 2 * out + into) + own
+    return total

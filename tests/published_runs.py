@@ -15,7 +15,8 @@ Sources, by repository and commit:
     prime-rl      PrimeIntellect-ai/prime-rl 559b4477, benchmarks/baselines: FSDP2, compiled, full checkpointing. The
                   speed of an `rl` run is its tokens divided by its step's time, as its throughput counts waiting.
                   Weights are float32, frozen ones, too; an `rl` run computes its loss in chunks, and with LoRA has room
-                  for the adapters of four runs
+                  for the adapters of four runs. `prime_rl_seconds` has what else `rl` runs of January do. With LoRA on
+                  a B200, experts are a loop (d8f290ef, layers/lora/multi_moe.py: grouped products only on Hopper)
     YaFSDP        yandex/YaFSDP 669fc366, README.md, the column of FSDP1, seconds turned into tokens per second. The
                   network is not named. Runs that checkpoint a part of the layers are left out: no plan does that
     Automodel     NVIDIA-NeMo/Automodel 36044ad3, docs/performance-summary.mdx and the configurations it names: runs
@@ -56,7 +57,7 @@ from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_config
 from fullshard.plan.shapes import ModelShape
-from tests.peers import Peer, peer_memory
+from tests.peers import Peer, peer_memory, prime_rl_seconds
 
 FIXTURE = Path(__file__).parent / "fixtures/published_runs.csv"
 JOB = [
@@ -75,20 +76,20 @@ KINDS = ["dense", "moe", "small", "short", "compiled", "lora", "qlora", "amd", "
 
 REASONS = {
     "ada": "the cloud hosts' links and power limits are unknown",
-    "adapters": "the adapters of four runs are computed one by one",
-    "blackwell": "kernels older than the card: between 2 and 16 % of the peak is published",
     "board": "an old main board with slow PCIe; the plan takes 4.0 x8",
-    "entropy": "the loss also computes entropies, in more operations than the plan's",
-    "experts": "experts as batched products, which are slower than the plan's",
+    "experts": "experts as batched products, all as large as the busiest expert's, behind a router that is not trained",
     "experts kept": "what experts keep for backward, and copies of tokens in the order of experts",
+    "folded": "a loop over experts in which adapters are separate products; the plan adds them to the weights first",
     "full": "states of 60 GiB leave the allocator of an 80 GB card little room",
     "h200": "compiled with checkpointing: the plan's products are slower than these",
-    "host": "a small model: its steps wait for the host",
+    "host": "0.25 to 0.32 s of a step that do not grow with its tokens; the cause is unknown",
     "later": "a later version of the trainer, which needs less beside its states",
     "logits": "Transformers' loss kept about 18 bytes per logit, by the difference of two of these lengths",
+    "loops": "adapters of four runs as a loop, which waits for the device several times per layer",
     "network": "2,048 tokens do not hide gathers, and the network is unknown; the plan takes 200 Gb/s per device",
     "offloaded": "less stays on the device than in the plan when inputs are on the host",
-    "routing": "routing, copies of tokens, and products in small groups",
+    "routing": "1.8 to 2.6 s of a step: tokens are copied to padded groups and back, and summed one by one in bfloat16",
+    "small": "adapters of four runs wait for the device in each linear layer, and a small model's work is short",
     "tp": "the plan keeps more whole on each rank of a tensor-parallel group",
     "transformers": "Transformers before 4.45 kept logits in float32 twice",
 }
@@ -97,8 +98,8 @@ REASONS = {
 Most name a difference that was not measured."""
 
 REACHED = {
-    "speed": {"dense": 0.10, "moe": 0.37, "small": 0.25, "short": 0.15, "compiled": 0.18, "lora": 0.14, "qlora": 0.15,
-              "amd": 0.17, "wires": 0.15, "transformer-engine": 0.12},
+    "speed": {"dense": 0.09, "moe": 0.13, "small": 0.11, "short": 0.16, "compiled": 0.10, "lora": 0.11, "qlora": 0.16,
+              "amd": 0.17, "wires": 0.16, "transformer-engine": 0.13},
     "memory": {"dense": 0.07, "moe": 0.12, "small": 0.12, "short": 0.11, "compiled": 0.11, "lora": 0.07, "qlora": 0.26,
                "wires": 0.13},
 }  # fmt: skip
@@ -139,6 +140,11 @@ class Run:
             return None
         return Peer(engine, tool, dropout="lora_dropout" in self.values["more"])  # type: ignore[arg-type]
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether it is one of prime-rl's `rl` runs before its sequences were packed."""
+        return self.values["source"] == "prime-rl 2026-01" and " rl " in self.values["name"]
+
     @functools.cached_property
     def plan(self) -> Plan:
         hosts = self.values["hosts"]
@@ -149,7 +155,8 @@ class Run:
         """Predicted speed and memory as parts of what is published, and also the memory of this engine's own plan."""
         cluster, ratios = self.plan.cluster, {}
         if speed := self.values["tokens_per_second"]:
-            ratios["speed"] = self.plan.time.tokens_per_second / cluster.count / float(speed)
+            seconds = self.plan.time.total + (prime_rl_seconds(self.plan) if self.reads_positions else 0)
+            ratios["speed"] = self.plan.time.tokens / seconds / cluster.count / float(speed)
         if gib := self.values["gib"]:
             own = self.plan.memory.peak - (self.values["tool"] != "nvidia-smi") * cluster.device.framework
             theirs = self.peer and sum(peer_memory(self.model, self.job, self.peer, ranks=cluster.count).values())
