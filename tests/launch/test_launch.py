@@ -315,7 +315,7 @@ tasks=""
 def test_printed_manifest(tmp_path: Path) -> None:
     (tmp_path / "my_train.py").write_text("")
     flags = ["--num_machines", "3", "--num_processes", "24", "--device", "cuda", "--mixed_precision", "bf16"]
-    done = launch(*flags, "--print", "kubernetes", "my_train.py", "--out", "$(date)", cwd=tmp_path)
+    done = launch(*flags, "--print", "kubernetes", "my_train.py", "--out", "$(date)", "yes", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = YAML(typ="safe").load(done.stdout)
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -324,7 +324,8 @@ def test_printed_manifest(tmp_path: Path) -> None:
     container = roles["Worker"]["template"]["spec"]["containers"][0]
     command = container["command"]
     assert command[:2] == ["fullshard", "launch"]
-    assert command[-3:] == ["my_train.py", "--out", "$$(date)"]
+    assert command[-4:] == ["my_train.py", "--out", "$$(date)", "yes"]
+    assert '"yes"' in done.stdout  # unquoted, it is a boolean in YAML 1.1, which Kubernetes reads
     assert command[command.index("--machine_rank") + 1] == "$(RANK)"
     assert command[command.index("--main_process_ip") + 1] == "my-train-master-0"
     assert command.count("--num_machines") == 1
