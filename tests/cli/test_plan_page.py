@@ -92,6 +92,14 @@ def test_a_file_keeps_its_own_name(tmp_path: Path) -> None:
     assert str(tmp_path) not in answer.text()
 
 
+@pytest.mark.parametrize(
+    "words", [{"model": "/etc/passwd"}, {"model": "other/../config.json"}, {"devices": "2xthis.json"}]
+)
+def test_the_page_reads_no_files_of_its_host(words: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="the page takes no paths"):
+        asked(**words)
+
+
 def test_what_may_be_on_the_host_are_fields_of_a_job() -> None:
     for values in _ON_HOST.values():
         assert set(values or {}) <= set(Job.model_fields)

@@ -18,6 +18,7 @@ import typer
 
 from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.imports import import_extra
+from fullshard.core.paths import looks_like_path
 from fullshard.core.sizes import GIB, parse_size
 from fullshard.plan.answer import continued, launch_command
 from fullshard.plan.ask import Answer, ask
@@ -39,6 +40,7 @@ def page() -> Any:
     """Return the page as a Gradio app. Raise `MissingExtraError` if Gradio or matplotlib is not installed."""
     gradio = import_extra("gradio", extra="web", purpose="fullshard plan --web")
     import_extra("matplotlib", extra="web", purpose="fullshard plan --web")
+    files = tempfile.TemporaryDirectory()  # removed with the page
     with gradio.Blocks(title="fullshard plan", analytics_enabled=False) as blocks:
         gradio.Markdown("# Does it fit, and how fast?\nThe answers of `fullshard plan`, before you rent or buy.")
         with gradio.Row():
@@ -72,17 +74,17 @@ def page() -> Any:
                 hidden = gradio.update(visible=False)
                 text = f"{type(error).__name__}: {error}".replace(f"{Path(words[1]).parent}/" if words[1] else "\0", "")
                 return text, *([hidden] * 4), gradio.update(value="")
-            text, name = "", ""
+            text, path = "", Path(files.name, f"{answer.plan.model.name}.yaml")
             if answer.plan.fits:
-                name = f"{answer.plan.model.name}.yaml"
-                text = as_recipe(answer.plan, shown, str(words[2]), name)
+                text = as_recipe(answer.plan, shown, str(words[2]), path.name)
+                path.write_text(text, encoding="utf-8")
             run = continued("", launch_command(answer.plan)).strip()
             return (
                 answer.text(),
                 gradio.update(value=_picture(answer), visible=True),
                 gradio.update(value=run, visible=bool(text)),
                 gradio.update(value=text, visible=bool(text)),
-                gradio.update(value=_written(name, text) if text else None, visible=bool(text)),
+                gradio.update(value=str(path) if text else None, visible=bool(text)),
                 continued("", answer.question.command() + " --auto" * bool(words[-1])).strip(),
             )
 
@@ -115,6 +117,8 @@ def _ask(
     given = {"method": method, "seq_len": seq_len, "micro_batch": batch} | (_ON_HOST[on_host] or {})
     default = {"method": "full", "seq_len": "2048", "micro_batch": 1}
     given = {name: value for name, value in given.items() if value != default.get(name)}
+    if (file is None and looks_like_path(model.strip())) or devices.strip().endswith(".json"):
+        raise ConfigError("the page takes no paths", hint="upload the config.json, or plan in a terminal")
     size = parse_size(memory) if memory.strip() else None
     answer = ask(file or model.strip(), devices.strip() or None, given, auto=auto, host_memory=size)
     if file is None:
@@ -135,15 +139,12 @@ def _picture(answer: Answer) -> Any:
     for category in CATEGORIES:
         values = [nbytes.get(category, 0) / GIB for nbytes in phases.values()]
         if any(values):
-            axes.bar(list(phases), values, bottom=below, label=category)
+            color = importlib.import_module("matplotlib").colormaps["tab20"](CATEGORIES.index(category))
+            axes.bar(list(phases), values, bottom=below, color=color, label=category)
             below = [low + value for low, value in zip(below, values, strict=True)]
     axes.axhline(limit, color="black", linestyle="--", label=f"limit: {limit:.1f} GiB")
+    needed = plan.memory.needed / GIB
+    axes.axhline(needed, color="black", linestyle=":", label=f"needed, with fragments: {needed:.1f} GiB")
     axes.set(ylabel="GiB", title="memory of a device, at the fullest moment of each phase")
     figure.legend(fontsize=8, loc="outside right upper")
     return figure
-
-
-def _written(name: str, text: str) -> str:
-    path = Path(tempfile.mkdtemp()) / name
-    path.write_text(text, encoding="utf-8")
-    return str(path)
