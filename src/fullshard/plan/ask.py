@@ -69,8 +69,8 @@ def ask(
     if str(given.get("strategy")).lower() == "auto":
         auto = True
         del given["strategy"]
-    asked = dict(given)
     job, cluster, more = _question(given, devices, hosts, config, host_memory)
+    asked = {name: getattr(job, name) for name in Job.model_fields if name in given}
     if job.precision == "fp8":
         more.append("fp8 is planned as bf16: products and gathers in 8 bits are not in the figures")
     front: list[Plan] = []
