@@ -154,7 +154,10 @@ def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
     assert generated.shape[1] == 8
     tokens = np.fromfile(next(output.glob("data-*/tokens.bin")), "<u4").astype(np.int64)
     held_out = torch.from_numpy(tokens[-int(len(tokens) * 0.02) :])
-    written = model.generate(held_out[None, :16], max_new_tokens=12, do_sample=False, repetition_penalty=1.2)
+    torch.manual_seed(0)
+    written = model.generate(
+        held_out[None, :16], max_new_tokens=12, do_sample=True, temperature=0.7, top_p=0.9, no_repeat_ngram_size=8
+    )
     sample = tokenizer.decode(written[0], skip_special_tokens=True)
     assert (output / "sample.txt").read_text() == sample + "\n"
     assert f"sample: {output / 'sample.txt'}\n{textwrap.indent(sample, '    ')}\n" in text

@@ -46,15 +46,15 @@ class TrainArguments(View):
         None, "The place for checkpoints, such as s3://bucket/run. Default: the output directory"
     )
 
-    steps: int = _own(300, "Optimizer steps of the whole run, including those before a resume", ge=1)
-    batch_size: int = _own(8, "Sequences per step, summed over all ranks", ge=1)
+    steps: int = _own(500, "Optimizer steps of the whole run, including those before a resume", ge=1)
+    batch_size: int = _own(16, "Sequences per step, summed over all ranks", ge=1)
     micro_batch_size: int | None = _own(None, "Sequences per forward pass. Default: the rank's part of the batch", ge=1)
     seq_len: int = _own(128, "Tokens per sequence", ge=2)
     optimizer: Literal["adamw", "muon"] = _own("adamw", "adamw, or muon for hidden matrices and adamw for the rest")
     ema_decay: float | None = _own(
         None, "Keep an average of the weights with this decay, such as 0.999, and evaluate and export it", ge=0, le=1
     )
-    lr: float = _own(2e-3, "Highest learning rate", gt=0)
+    lr: float = _own(3e-3, "Highest learning rate", gt=0)
     min_lr_ratio: float = _own(0.1, "Final learning rate, as a fraction of the highest", ge=0, le=1)
     warmup_steps: int | None = _own(None, "Steps of linear warm-up. Default: a tenth of the steps", ge=0)
     weight_decay: float = _own(0.1, "Weight decay of matrices; vectors have none", ge=0)
@@ -104,7 +104,7 @@ class TrainArguments(View):
 
     seed: int = _own(0, "Seed of initial weights, data order and dropout", ge=0, lt=2**63)
     vocab_size: int = _own(
-        4096, "Vocabulary of the tokenizer that is trained on the data if the model has none", ge=300
+        2048, "Vocabulary of the tokenizer that is trained on the data if the model has none", ge=300
     )
     save_every: int = _own(100, "Steps between checkpoints. 0: save only after the last step", ge=0)
     keep_checkpoints: int = _own(2, "Number of checkpoints to keep", ge=1)

@@ -14,8 +14,8 @@ from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.imports import import_extra
 from fullshard.optim import MatrixRule, Muon
 
-_SMALL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
-"""The default Llama, of about 12 M parameters."""
+_SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+"""The default Llama, of about 4 M parameters, which learns the look of code in three minutes on two processors."""
 
 
 def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:

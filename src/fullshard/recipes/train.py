@@ -199,6 +199,9 @@ class Run:
                 if arguments.profile and step == last:
                     profiled.close()
                     self.say(f"profile: {arguments.output_dir / 'profile'}, for Perfetto")
+                if step == first - 1:  # the first step is slow
+                    left = timedelta(seconds=round((arguments.steps - step) * values[2]))
+                    self.say(f"about {left} to go (h:mm:ss), without saves")
                 skipped += self.optimizer.step_was_skipped
                 tokens += arguments.batch_size * arguments.seq_len
                 speed = tokens / max(time.perf_counter() - window, 1e-9)
@@ -384,8 +387,9 @@ class Run:
         seq_len, tokenizer = self.arguments.seq_len, self.data.tokenizer
         prompt = (self.data.held_out or self.data.train).read([0])[0][:, : min(16, seq_len // 2)].to(self.device)
         most = min(self.arguments.sample_tokens, seq_len - prompt.shape[1])
-        # Greedy, so that all ranks write the same text. The penalty keeps a small model out of loops.
-        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "repetition_penalty": 1.2}
+        torch.manual_seed(self.arguments.seed)
+        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": True, "temperature": 0.7, "top_p": 0.9}
+        options |= {"no_repeat_ngram_size": 8}
         options |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": tokenizer.eos_token_id}
         self.model.eval()
         with unsharded(self.model):
