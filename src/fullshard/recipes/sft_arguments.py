@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -33,24 +34,9 @@ class OwnArguments:
     profile: bool = _flag(False, "Profile steps 3 to 5, and write one trace per rank.")
 
 
-RENAMED = {
-    "use_peft_lora": "use_peft",
-    "use_4bit_quantization": "load_in_4bit",
-    "use_8bit_quantization": "load_in_8bit",
-    "use_nested_quant": "use_bnb_nested_quant",
-    "max_seq_len": "max_length",
-    "max_seq_length": "max_length",
-    "evaluation_strategy": "eval_strategy",
-    "log_with": "report_to",
-    "warmup_ratio": "warmup_steps",  # values below 1 are a fraction of all steps
-}
-NO_EFFECT = {
-    "loss_chunk": "TRL already computes the loss in chunks of tokens",
-    "append_concat_token": "TRL always puts the end-of-sequence token between packed texts",
-    "add_special_tokens": "TRL's tokenization determines the special tokens",
-    "ignore_bias_buffers": "it only applies to DDP",
-    "bnb_4bit_quant_storage_dtype": "quantized weights are sharded as bytes, regardless of other dtypes",
-}
+_FLAGS = tomllib.loads(Path(__file__).with_name("sft_flags.toml").read_text(encoding="utf-8"))
+RENAMED: dict[str, str] = _FLAGS["renamed"]
+NO_EFFECT: dict[str, str] = _FLAGS["no_effect"]
 
 
 class SFTArguments(NamedTuple):
