@@ -1,10 +1,8 @@
 """The state of a process: its rank in the job, and its position in the gradient accumulation and in the epoch."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -110,7 +108,7 @@ class ProcessState:
     device: torch.device
 
     @classmethod
-    def start(cls, *, device: str = "auto", timeout_seconds: float | None = None) -> ProcessState:
+    def start(cls, *, device: str = "auto", timeout_seconds: float | None = None) -> Self:
         """Join the job: select a device and, if a launcher started this process, create the process group."""
         environment = read_rank_environment()
         if not environment.launched and dist.is_initialized():

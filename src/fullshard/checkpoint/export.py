@@ -1,14 +1,12 @@
 """Export a model as a Hugging Face directory for `from_pretrained`. The complete model is never in memory."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -136,7 +134,7 @@ class SavedLayout:
         self.batches = sorted(batches, key=lambda batch: min(order[id(source)] for source in batch.sources))
 
     @classmethod
-    def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> SavedLayout:
+    def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> Self:
         """Return the stored layout of a model with its adapters merged. This reshards all units of the model."""
         rest(model)
         if is_adapted(model):

@@ -12,8 +12,6 @@ cover chunks rather than complete files, because a rank that loads a part must b
 reading the rest.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -129,7 +127,7 @@ class CodeRecord(_Record):
         return Part("codes", self.dtype, 8 // self.bits), Part("scales", "float32", self.block)
 
     @model_validator(mode="after")
-    def _every_code_has_a_value(self) -> CodeRecord:
+    def _every_code_has_a_value(self) -> Self:
         expected = 2**self.bits if self.dtype == "uint8" else 0
         if self.book != expected:
             raise ValueError(f"the book has {self.book} values for codes of {self.bits} bits, expected {expected}")
@@ -149,7 +147,7 @@ class FormRecord(_Record):
     is_transposed: bool = Field(default=False, exclude_if=lambda value: not value)
 
     @model_validator(mode="after")
-    def _is_known(self) -> FormRecord:
+    def _is_known(self) -> Self:
         if self.form not in FORMS:
             raise ValueError(f"the form {self.form!r} is unknown")
         return self

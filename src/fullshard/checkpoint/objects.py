@@ -5,8 +5,6 @@ answer or denies access, these methods raise a `StoreError`. They never treat th
 existing data could be overwritten, and a run that finds no checkpoint would start from scratch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -15,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, cut
 from fullshard.core.files import SMALL_NBYTES, read_bytes
@@ -35,11 +33,11 @@ class ObjectPath(PurePosixPath):
         return super().__str__().replace(":/", "://", 1)
 
     @property
-    def parent(self) -> ObjectPath:
+    def parent(self) -> Self:
         """Return the parent directory. The parent of a bucket is the bucket itself."""
         return super().parent if len(self.parts) > 2 else self
 
-    def absolute(self) -> ObjectPath:
+    def absolute(self) -> Self:
         """Return the path unchanged, because an object store has only absolute paths."""
         return self
 
@@ -64,7 +62,7 @@ class ObjectPath(PurePosixPath):
         """Return whether this path is a directory of objects."""
         return self._info().get("type") == "directory"
 
-    def iterdir(self) -> Iterator[ObjectPath]:
+    def iterdir(self) -> Iterator[Self]:
         """Return the direct children, sorted by name."""
         found: Any = []
         with contextlib.suppress(*_MISSING):
@@ -72,7 +70,7 @@ class ObjectPath(PurePosixPath):
         names = {entry.rstrip("/").rpartition("/")[2] for entry in found if not self._is_it(entry)}
         return iter(sorted(self / name for name in names if name))
 
-    def glob(self, pattern: str) -> Iterator[ObjectPath]:
+    def glob(self, pattern: str) -> Iterator[Self]:
         """Return the direct children that match `pattern`."""
         return (path for path in self.iterdir() if path.match(pattern))
 

@@ -10,13 +10,11 @@ Before the directory is renamed, nothing looks like a checkpoint, and no old che
 cannot rename, so the manifest commits the checkpoint there; see `store`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -92,7 +90,7 @@ class Destination:
     store: Store
 
     @classmethod
-    def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
+    def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Self:
         """Return the destination of a save, with an id that all ranks of `model` agree on. All ranks must call this."""
         for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
             schedule.note_save()  # before anything can wait for a rank that continues to train

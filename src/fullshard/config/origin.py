@@ -1,11 +1,9 @@
 """The places where values were set, as reported in messages and by `fullshard config explain`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 
 class Precedence(IntEnum):
@@ -26,17 +24,17 @@ class Origin:
     text: str
 
     @classmethod
-    def variable(cls, name: str) -> Origin:
+    def variable(cls, name: str) -> Self:
         """Return the origin of a value that was read from an environment variable."""
         return cls(Precedence.ENVIRONMENT, f"${name}")
 
     @classmethod
-    def flag(cls, name: str) -> Origin:
+    def flag(cls, name: str) -> Self:
         """Return the origin of a value that was set by a command-line flag. The name includes the dashes."""
         return cls(Precedence.FLAG, name)
 
     @classmethod
-    def argument(cls, name: str) -> Origin:
+    def argument(cls, name: str) -> Self:
         """Return the origin of an argument that a script passes."""
         return cls(Precedence.ARGUMENT, name)
 

@@ -1,7 +1,5 @@
 """The base class of settings groups, which are frozen and validated. Their errors name the setting and a remedy."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +28,7 @@ class About:
     overruled_by: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, setting: FieldInfo) -> About:
+    def of(cls, setting: FieldInfo) -> Self:
         """Return the `About` facts that are attached to a setting."""
         return next((found for found in setting.metadata if isinstance(found, cls)), cls())
 
@@ -70,7 +68,7 @@ class SettingsError(ConfigError):
         super().__init__(f"{group}: {'; '.join(fault.message for fault in faults)}", hint="; ".join(hints) or None)
         self.group, self.faults = group, tuple(faults)
 
-    def __reduce__(self) -> tuple[type[SettingsError], tuple[str, tuple[Fault, ...]]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[Fault, ...]]]:
         return type(self), (self.group, self.faults)
 
 

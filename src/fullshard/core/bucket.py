@@ -1,7 +1,5 @@
 """Plans of buckets, with the same rules for the engine and the planner. This module does not import torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,7 +29,7 @@ class BucketKey(NamedTuple):
     @classmethod
     def of(
         cls, dtypes: Dtypes, dtype: str, *, trainable: bool, exact: bool, statistics: str | None, form: str = ""
-    ) -> BucketKey:
+    ) -> Self:
         """Return the key of a parameter's bucket. `Dtypes.compute` explains `exact` and `statistics`."""
         compute = dtypes.compute(dtype, exact=exact, statistics=statistics)
         return cls("uint8" if form else dtype, compute, trainable, exact or bool(form), form)

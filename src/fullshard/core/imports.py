@@ -1,7 +1,5 @@
 """Imports of optional libraries, and actions that run when another library is imported."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys
@@ -11,7 +9,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from fullshard.core.errors import MissingExtraError
 
@@ -109,7 +107,7 @@ class Replaced:
     torchs: Callable[..., Any]
 
     @classmethod
-    def of(cls, owner: Any, name: str) -> Replaced:
+    def of(cls, owner: Any, name: str) -> Self:
         """Return a record of the function that `owner` has under this name now."""
         return cls(owner, name, getattr(owner, name))
 

@@ -1,8 +1,7 @@
 """Specifies which parts of a rank's data are kept in host memory while another device computes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
+from typing import Self
 
 from fullshard.core.errors import ConfigError
 
@@ -45,7 +44,7 @@ class Offload:
         main_weights: bool | None = None,
         optimizer_state: bool | None = None,
         activations: bool = False,
-    ) -> Offload:
+    ) -> Self:
         """Resolve the switches. None means `everything`, or for the optimizer state, `everything or main_weights`."""
         main = everything if main_weights is None else main_weights
         return cls(

@@ -1,13 +1,11 @@
 """Dtypes of tensors by their role in a step, and the casts of a unit's inputs and outputs."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -69,7 +67,7 @@ class MixedPrecisionPolicy:
                 )
 
     @classmethod
-    def of(cls, policy: Any) -> MixedPrecisionPolicy:
+    def of(cls, policy: Any) -> Self:
         """Convert None or a torch policy (FSDP1 or FSDP2) to this class. Return a policy of this class unchanged."""
         if policy is None or isinstance(policy, cls):
             return policy or cls()

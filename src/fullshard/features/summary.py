@@ -1,9 +1,8 @@
 """The one-line description of a sharded model, which is printed at startup."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from torch import nn
 
@@ -57,7 +56,7 @@ class Sharding:
     packed: str
 
     @classmethod
-    def of(cls, units: Sequence[Unit]) -> Sharding:
+    def of(cls, units: Sequence[Unit]) -> Self:
         """Return the description of a model with these units."""
         buckets = [bucket for unit in units for bucket in unit.buckets]
         mesh, schedule = units[0].mesh, units[0].schedule

@@ -1,9 +1,7 @@
 """The rule that assigns each parameter of a model to a matrix optimizer such as Muon, or to AdamW."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -43,7 +41,7 @@ class MatrixRule:
     vectors: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: str = "Muon") -> MatrixRule:
+    def of(cls, model: nn.Module, optimizer: str = "Muon") -> Self:
         """Return the rule for a model, which may be sharded.
 
         A tied parameter appears only once. An embedding that is also the output head counts as an embedding.

@@ -1,11 +1,10 @@
 """Compute how units are divided into buckets and shards, exactly as the engine does but without tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Self
 
 from fullshard.core.bucket import BucketKey
 from fullshard.core.dtypes import Dtypes
@@ -88,7 +87,7 @@ class ModelLayout:
     keeps_parameters: bool = False
     keeps_gradients: bool = False
 
-    def keeping(self, count: int) -> ModelLayout:
+    def keeping(self, count: int) -> Self:
         """Return a copy in which the last `count` of the units that are freed after forward stay unsharded."""
         inner = [unit.name for unit in self.calls if unit.frees_after_forward]
         kept = set(inner[len(inner) - count :])
@@ -96,14 +95,14 @@ class ModelLayout:
             dataclasses.replace(unit, frees_after_forward=False) if unit.name in kept else unit for unit in self.units
         )
 
-    def with_pages(self, nbytes: Callable[[Block], int]) -> ModelLayout:
+    def with_pages(self, nbytes: Callable[[Block], int]) -> Self:
         """Return a copy in which `nbytes(block)` bytes of each unit's activations stay on the host until backward."""
         return self._with(
             unit if unit.block is None else dataclasses.replace(unit, page_nbytes=nbytes(unit.block))
             for unit in self.units
         )
 
-    def _with(self, units: Iterable[UnitLayout]) -> ModelLayout:
+    def _with(self, units: Iterable[UnitLayout]) -> Self:
         by_name = {unit.name: unit for unit in units}
         return dataclasses.replace(
             self, units=tuple(by_name.values()), calls=tuple(by_name[unit.name] for unit in self.calls)

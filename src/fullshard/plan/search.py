@@ -18,8 +18,6 @@ bound. If layers alternate (windows, linear attention), both models contain comp
 layers at the beginning that differ from the others, such as DeepSeek's dense layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -28,7 +26,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import GIB, format_nbytes
@@ -114,7 +112,7 @@ class _Candidate:
         )
         return max(sum(share * plan.memory.needed for share, plan in self.plans), *peaks)
 
-    def __lt__(self, other: _Candidate) -> bool:
+    def __lt__(self, other: Self) -> bool:
         return (self.key, self.number) < (other.key, other.number)
 
 

@@ -9,13 +9,11 @@
 Names and order match the Transformers model, so that layouts and events can be compared one by one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
@@ -96,7 +94,7 @@ class Adapters:
     summed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @classmethod
-    def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
+    def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Self | None:
         """Return the adapters among a layer's parameters, recognised by PEFT's names, or None if there are none."""
         parameters = list(parameters)
         folded = {_module_of(p.name.rpartition(".")[0]) for p in parameters if p.folded_rank}
@@ -270,7 +268,7 @@ class ModelShape:
         by_name = {unit.name: unit for unit in self.units}
         return [self.root, *(by_name[name] for name in self.calls)]
 
-    def with_own_embeddings(self) -> ModelShape:
+    def with_own_embeddings(self) -> Self:
         """Return the model with the input embedding and the head as separate units (`features.unit_selection`)."""
         embeddings = [p for p in self.root.parameters if p.role == "embedding"]
         heads = tuple(p for p in self.root.parameters if p.role == "head")
@@ -291,7 +289,7 @@ class ModelShape:
             calls=(first.name, *self.calls, last.name) if self.calls else (),
         )
 
-    def with_adapters(self, *, dropout: bool) -> ModelShape:
+    def with_adapters(self, *, dropout: bool) -> Self:
         """Return the model with each layer's adapters entered in the description of the layer (`Block.adapters`)."""
         units = list(self.units)
         for number, unit in enumerate(units):
@@ -300,7 +298,7 @@ class ModelShape:
                 units[number] = dataclasses.replace(unit, block=dataclasses.replace(unit.block, adapters=adapters))
         return dataclasses.replace(self, units=tuple(units))
 
-    def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
+    def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> Self:
         """Return the model with every parameter replaced by the parameters that `change` returns for it."""
         units = [
             dataclasses.replace(unit, parameters=tuple(new for p in unit.parameters for new in change(unit, p)))

@@ -4,14 +4,12 @@ Until then, the modules hold stand-ins, which are DTensors with the global shape
 sharded parameters. When a model is cast, stand-ins replace its parameters for a moment, too.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -44,7 +42,7 @@ class StandIns:
                 module._parameters[attribute] = stand_in  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, unit: Unit) -> StandIns:
+    def of(cls, unit: Unit) -> Self:
         """Create the stand-ins of a new unit on the meta device. Parameters that are already real keep their values."""
         entries = []
         for slots in by_bucket(unit.slots, unit.policy):
@@ -55,9 +53,7 @@ class StandIns:
         return cls(entries)
 
     @classmethod
-    def cast(
-        cls, entries: Iterable[tuple[Slot, ShardedTensor]], fn: Callable[[torch.Tensor], torch.Tensor]
-    ) -> StandIns:
+    def cast(cls, entries: Iterable[tuple[Slot, ShardedTensor]], fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Create stand-ins for a unit's parameters from this rank's intervals, which `fn` casts to another dtype."""
         changed = []
         for slot, held in entries:

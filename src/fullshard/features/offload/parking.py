@@ -12,13 +12,11 @@ when it returns. Until then, tensors that other code can reach are views of the 
 changed and saved.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import nn
@@ -46,7 +44,7 @@ class _Parked:
     views: list[tuple[torch.Tensor, StorageView]]
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor], host: Host) -> _Parked:
+    def of(cls, tensors: list[torch.Tensor], host: Host) -> Self:
         """Copy the storage that `tensors` share to the host, and free its memory."""
         storage = tensors[0].untyped_storage()
         views = [(tensor, StorageView.of(tensor)) for tensor in tensors]

@@ -9,12 +9,10 @@ scales in one message. A bucket is split between ranks only at atom boundaries o
 intact, and the decoded values are the same for any number of ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import nn
@@ -95,7 +93,7 @@ class DecodedBuffer(FullBuffer):
 class CodedParameter(ShardedParameter):
     """A sharded parameter that this rank stores as codes and scales. It cannot be trained."""
 
-    def requires_grad_(self, requires_grad: bool = True) -> CodedParameter:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raise an error if training is requested, because codes cannot be trained."""
         if requires_grad:
             self.bucket.originals.parameters[self._index].requires_grad_(False)

@@ -8,10 +8,8 @@ A bucket contains local shards in the same way as other tensors. Forward uses th
 unsharded, their local parts are views of the bucket's memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +51,7 @@ class LocalShard:
             self.shape = torch.Size(self.chunking.sizes(tuple(self.whole_shape), self.rank))
 
     @classmethod
-    def of(cls, slot: Slot) -> LocalShard:
+    def of(cls, slot: Slot) -> Self:
         """Return the local shard of a DTensor. Its mesh may have one axis besides the data axes."""
         parameter: Any = slot.parameter
         mesh, shape, data_axes = parameter.device_mesh, parameter.shape, slot.data_axes

@@ -5,14 +5,12 @@ the one function that all calls go through (`core.imports.Replaced`) is replaced
 the first time. The new function handles sharded parameters or raises an error for them.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -71,7 +69,7 @@ class _Clipped:
     spec: ShardSpec | None
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> _Clipped:
+    def of(cls, parameter: torch.Tensor) -> Self:
         if isinstance(parameter, ShardedParameter) and not parameter.used_up_by:
             return cls(parameter.local_grad, parameter.spec)
         return cls(parameter.grad, None)
