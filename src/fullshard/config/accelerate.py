@@ -19,6 +19,7 @@ from fullshard.config.dialect import (
     checked,
     no_effect,
     refused,
+    rows,
     switch,
 )
 from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp, make_hybrid
@@ -155,12 +156,8 @@ STEP_KEYS = (
 
 DYNAMO_KEYS = (
     Key("dynamo_backend", target="sharding.compile_backend", read=_backend),
-    Key("dynamo_mode", target="sharding.compile_mode"),
-    Key("dynamo_use_fullgraph", target="sharding.compile_fullgraph"),
-    Key("dynamo_use_dynamic", target="sharding.compile_dynamic"),
-    *no_effect(
-        "every unit is always compiled separately", "dynamo_use_regional_compilation", read=checked(values.boolean)
-    ),
+    *rows("dynamo_booleans", checked(values.boolean)),
+    *rows("dynamo"),
 )
 
 FP8_KEYS = (
@@ -204,11 +201,6 @@ CLUSTER_KEYS = (
     Key("debug", target="launch.debug", variable="ACCELERATE_DEBUG_MODE"),
     Key("num_processes", target="launch.num_processes", read=_num_processes),
     Key("num_machines", target="launch.num_machines", read=hosts),
-    Key("machine_rank", target="launch.machine_rank"),
-    Key("main_process_ip", target="launch.main_process_ip"),
-    Key("main_process_port", target="launch.main_process_port"),
-    Key("rdzv_backend", target="launch.rdzv_backend"),
-    Key("gpu_ids", target="launch.gpu_ids"),
     *no_effect("hosts connect to main_process_ip on any network", "same_network", read=checked(values.boolean)),
     Key("main_training_function", Status.NO_EFFECT, because="the complete script is run", read=_main_function),
     Key(
@@ -221,16 +213,10 @@ CLUSTER_KEYS = (
     Key("dynamo_config", section=Dialect("dynamo_config", DYNAMO_KEYS, prefix="dynamo_")),
     Key("dynamo_backend", Status.TRANSLATED, "sharding.compile_backend", read=_backend),
     Key("fp8_config", section=Dialect("fp8_config", FP8_KEYS, prefix="fp8_")),
-    *refused("fullshard splits models only by sharding", "megatron_lm_config"),
-    *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
-    *refused("Intel's extension for PyTorch is not used", "ipex_config", "use_xpu"),
-    *refused(
-        "it stores float32 as bfloat16, including weights; mixed_precision: bf16 keeps float32 weights", "downcast_bf16"
-    ),
     *refused(
         ON_EACH_HOST, *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "command_file", "commands")
     ),
-    *refused("set the variables where you start the launcher; processes inherit them", "tpu_env"),
+    *rows("cluster"),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.accelerate import AUTO, STEP_KEYS, is_auto, shard_size
-from fullshard.config.dialect import Dialect, Key, Note, Read, Reading, Settings, Status, no_effect, refused, switch
+from fullshard.config.dialect import Dialect, Key, Note, Read, Reading, Settings, Status, refused, rows, switch
 from fullshard.config.fsdp import make_hybrid
 from fullshard.config.origin import Entry
 from fullshard.core.errors import ConfigError
@@ -110,7 +110,6 @@ def _translated(name: str, target: str, because: str, read: Read) -> Key:
     return Key(name, Status.TRANSLATED, target, because=because, read=read)
 
 
-_SEQUENCES = no_effect("attention heads are exchanged in the compute dtype", "seq_parallel_communication_data_type")
 _STAGE_NAMES = "each stage corresponds to a strategy"
 
 
@@ -119,11 +118,7 @@ def _offload_section(target: str, because: str) -> Dialect:
         "an offload section",
         (
             _translated("device", target, because, partial(_offload_device, target)),
-            *no_effect(
-                "the engine manages host memory and transfers and does not offload to disks",
-                *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio"),
-                *("pipeline", "pipeline_read", "pipeline_write", "nvme_path"),
-            ),
+            *rows("offload"),
         ),
     )
 
@@ -143,29 +138,7 @@ _ZERO = Dialect(
             shard_size,
         ),
         _translated("mics_shard_size", "sharding.shard_size", "", shard_size),
-        *no_effect(
-            "the engine chooses buckets, overlaps communication with computation, and frees each unit after use",
-            *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "allgather_partitions"),
-            *("contiguous_gradients", "stage3_module_granularity_threshold", "mics_hierarchical_params_gather"),
-            *("overlap_comm", "reduce_scatter", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
-            *("use_all_reduce_for_fetch_params", "ignore_unused_parameters", "legacy_stage1", "override_module_apply"),
-            *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
-            *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
-            *("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
-            *("max_reuse_distance", "prefetch_bucket_size", "log_trace_cache_warnings", "memory_efficient_linear"),
-            "cpu_offload_use_pin_memory",
-        ),
-        *no_effect(
-            "save_model writes unsharded weights, and load_state loads at any world size",
-            *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-            *("gather_16bit_weights_on_model_save", "load_from_fp32_weights", "elastic_checkpoint"),
-            *("pipeline_loading_checkpoint",),
-        ),
-        *refused(
-            "precision.gather_as and precision.reduce_as set the dtypes of messages",
-            *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
-            *("zeropp_loco_param",),
-        ),
+        *rows("zero_optimization"),
     ),
 )
 
@@ -198,12 +171,7 @@ _FP16 = Dialect(
     (
         Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("fp16")),
         Key("loss_scale", read=_loss_scale),
-        *no_effect(
-            "the script sets the loss scale with GradScalerKwargs, and inputs are cast",
-            *("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
-            *("opt_level", "auto_cast"),
-        ),
-        *refused("main weights are always float32", "fp16_master_weights_and_grads"),
+        *rows("fp16"),
     ),
     finish=_finish_fp16,
 )
@@ -211,32 +179,22 @@ _BF16 = Dialect(
     "bf16",
     (
         Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("bf16")),
-        *no_effect("gradients are reduced in float32", "immediate_grad_update", "check_grad_overflow"),
-        *refused("main weights are always float32", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+        *rows("bf16"),
     ),
 )
 _ACTIVATIONS = Dialect(
     "activation_checkpointing",
     (
-        *refused(
-            "activations can be recomputed or offloaded, but not partitioned",
-            *("partition_activations", "contiguous_memory_optimization"),
-        ),
         _translated(
             "cpu_checkpointing",
             _SAVED,
             "with activation checkpointing, the inputs of units are offloaded",
             switch(_SAVED, True),
         ),
-        *no_effect(
-            "it sets up deepspeed.checkpointing, which is not used; sharding.activation_checkpointing recomputes units",
-            *("number_checkpoints", "synchronize_checkpoint_boundary", "profile"),
-        ),
+        *rows("activation_checkpointing"),
     ),
 )
-_DTYPES = Dialect(
-    "data_types", (*no_effect("gradients are accumulated in float32, the dtype of main weights", "grad_accum_dtype"),)
-)
+_DTYPES = Dialect("data_types", rows("data_types"))
 _REPORTS = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler")
 _DIVISIONS = ("elasticity", "tensor_parallel", "pipeline", "sparse_attention", "hybrid_engine")
 _OTHER_PARTS = (
@@ -251,21 +209,11 @@ DEEPSPEED = Dialect(
         Key("fp16", section=_FP16),
         Key("bf16", section=_BF16, spellings=("bfloat16",)),
         *STEP_KEYS,
-        *no_effect(
-            "the script's data loader determines it", "train_batch_size", "train_micro_batch_size_per_gpu", read=_batch
-        ),
-        *no_effect("the script creates it", "optimizer", "scheduler", read=_made_by_script),
+        *rows("deepspeed_batch", _batch),
+        *rows("deepspeed_script", _made_by_script),
         Key("activation_checkpointing", section=_ACTIVATIONS),
         Key("data_types", section=_DTYPES),
-        *no_effect(
-            "the script controls optimizer and metrics, gradients are summed in float32, and disks are not used",
-            *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "aio", "checkpoint"),
-            *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "fp32_allreduce"),
-            *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
-            "load_universal_checkpoint",
-        ),
-        *_SEQUENCES,
-        *refused("gradients are always dense", "sparse_gradients"),
+        *rows("deepspeed"),
         *_off("the script must write its metrics", *_REPORTS),
         *_off("the launcher sets the number of ranks, and only data parallelism is supported", *_DIVISIONS),
         *_off("data, autocasting and compression are up to the script", *_OTHER_PARTS),
@@ -280,17 +228,8 @@ DEEPSPEED_SHORT = Dialect(
         _translated("zero_stage", "sharding.strategy", _STAGE_NAMES, _stage),
         _translated("offload_param_device", _PARAMETERS, _WITH_PARAMETERS, partial(_offload_device, _PARAMETERS)),
         _translated("offload_optimizer_device", _OPTIMIZER, _WITH_OPTIMIZER, partial(_offload_device, _OPTIMIZER)),
-        *no_effect("state cannot be offloaded to disks", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
         *STEP_KEYS,
-        *no_effect("models on the meta device are initialized shard by shard", "zero3_init_flag"),
-        *no_effect("save_model writes unsharded weights", "zero3_save_16bit_model"),
-        *_SEQUENCES,
         Key("deepspeed_config_file", because="its settings are read"),
-        *no_effect("the launcher starts hosts in the same way for every strategy", "deepspeed_multinode_launcher"),
-        *refused(
-            "hosts find each other through main_process_ip or a Slurm allocation",
-            *("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
-        ),
-        *refused("experts are sharded like other modules", "deepspeed_moe_layer_cls_names"),
+        *rows("deepspeed_config"),
     ),
 )

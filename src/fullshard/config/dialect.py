@@ -7,9 +7,12 @@ generated from these rows.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from fullshard.config import values
@@ -234,6 +237,23 @@ def no_effect(because: str, *names: str, read: Read | None = None) -> tuple[Key,
 def refused(because: str, *names: str, read: Read | None = None) -> tuple[Key, ...]:
     """Return rows for keys that are refused for the same reason."""
     return tuple(Key(name, Status.REFUSED, because=because, read=read) for name in names)
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("dialects.toml").read_text(encoding="utf-8"))
+
+
+def rows(table: str, read: Read | None = None) -> tuple[Key, ...]:
+    """Return the rows in a table of `dialects.toml`. They all have the same reader, or none."""
+    found: list[Key] = []
+    for status, keys in _tables()[table].items():
+        kind = Status[status.upper()]
+        if kind in (Status.USED, Status.TRANSLATED):
+            found += (Key(name, kind, target, read=read) for name, target in keys.items())
+        else:
+            found += (Key(name, kind, because=because, read=read) for because, names in keys.items() for name in names)
+    return tuple(found)
 
 
 def switch(path: str, on: Any) -> Read:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from fullshard.config import values
 from fullshard.config.accelerate import FLAT, ON_EACH_HOST, hosts
 from fullshard.config.deepspeed import DEEPSPEED_SHORT
-from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, no_effect, refuse, switch
+from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, refuse, rows, switch
 from fullshard.config.load import load_file, load_fsdp_config
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.schema import SETTINGS
@@ -50,18 +50,10 @@ _LAUNCHER_KEYS = (
         read=switch("sharding.strategy", "NO_SHARD"),
     ),
     Key("use_fsdp", read=_sharded),
-    Key("use_parallelism_config", Status.NO_EFFECT, because="the --parallelism_config_* flags are always read"),
-    Key("use_deepspeed", Status.NO_EFFECT, because="DeepSpeed's flags and file are always translated"),
     Key("nnodes", Status.TRANSLATED, "launch.num_machines", read=hosts),
-    Key("node_rank", Status.TRANSLATED, "launch.machine_rank"),
-    Key("master_addr", Status.TRANSLATED, "launch.main_process_ip"),
-    Key("master_port", Status.TRANSLATED, "launch.main_process_port"),
     Key("rdzv_endpoint", Status.TRANSLATED, "launch.main_process_ip", read=_endpoint),
-    Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is used"),
-    Key("start_method", Status.NO_EFFECT, because="every process is started from scratch, as with spawn"),
-    Key("shutdown_timeout", Status.NO_EFFECT, because="processes always have 3 seconds to end after a signal"),
     Key("tpu", Status.TRANSLATED, because=XLA_TRAINS, read=asks_for_xla),
-    *no_effect("the launcher only starts processes on its own host", "no_tpu_cluster"),
+    *rows("launcher"),
 )
 
 _NOT_HERE = {

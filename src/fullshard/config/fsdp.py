@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked, no_effect
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked, rows
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
@@ -76,9 +76,6 @@ FSDP_KEYS = (
     Key("fsdp_sharding_strategy", target="sharding.strategy", read=_strategy),
     Key("fsdp_reshard_after_forward", target="sharding.reshard_after_forward", read=_reshard),
     Key("fsdp_offload_params", target="sharding.cpu_offload", spellings=("fsdp_cpu_offload",)),
-    Key("fsdp_offload_compute_shards", target="sharding.offload_compute_shards"),
-    Key("fsdp_offload_main_weights", target="sharding.offload_main_weights"),
-    Key("fsdp_offload_optimizer_state", target="sharding.offload_optimizer_state"),
     Key("fsdp_auto_wrap_policy", target="sharding.wrap", read=_wrap, spellings=("fsdp_wrap_policy",)),
     Key(
         "fsdp_transformer_layer_cls_to_wrap",
@@ -95,17 +92,10 @@ FSDP_KEYS = (
         spellings=("fsdp_backward_prefetch_policy",),
         read=_named("sharding.backward_prefetch", _PREFETCH),
     ),
-    Key("fsdp_forward_prefetch", target="sharding.forward_prefetch"),
     Key("fsdp_state_dict_type", target=_STATE_DICT, read=_named(_STATE_DICT, _STATE_DICTS)),
-    *no_effect("the original parameters are always kept", "fsdp_use_orig_params", read=checked(values.boolean)),
-    Key("fsdp_cpu_ram_efficient_loading", target="sharding.cpu_ram_efficient_loading"),
-    Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
-    Key("fsdp_activation_checkpointing", target="sharding.activation_checkpointing"),
-    Key("fsdp_activation_checkpointing_mode", target="sharding.activation_checkpointing_mode"),
     Key("fsdp_offload_activations", target="sharding.offload_activations", spellings=("fsdp_activation_cpu_offload",)),
-    Key("fsdp_activation_checkpointing_offload", target="sharding.offload_activations"),
-    Key("fsdp_ignored_modules", target="sharding.ignored_modules"),
-    *no_effect("the engine always limits the units in flight", "fsdp_limit_all_gathers", read=checked(values.boolean)),
+    *rows("fsdp_booleans", checked(values.boolean)),
+    *rows("fsdp"),
 )
 
 

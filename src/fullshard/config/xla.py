@@ -7,7 +7,7 @@ other keys are translated if they describe the training. Keys about XLA's compil
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Settings, Status, no_effect, refused
+from fullshard.config.dialect import Dialect, Key, Settings, Status, rows
 from fullshard.core.errors import ConfigError
 from fullshard.core.requirements import XLA_TORCH, why_no_xla
 
@@ -21,28 +21,8 @@ def _fp32_reduce(value: Any) -> Settings | str:
 XLA_SETTINGS = Dialect(
     "xla_fsdp_settings",
     (
-        Key("compute_dtype", Status.TRANSLATED, "precision.param_dtype"),
-        Key("buffer_dtype", Status.TRANSLATED, "precision.buffer_dtype"),
         Key("fp32_reduce_scatter", Status.TRANSLATED, "precision.reduce_dtype", read=_fp32_reduce),
-        Key("reshard_after_forward", Status.TRANSLATED, "sharding.reshard_after_forward"),
-        *no_effect(
-            "it controls XLA's compiler and collectives, which are not used; units use one collective per bucket",
-            *("flatten_parameters", "shard_param_on_dim_0", "_shard_size_multiple", "opt_flatten_overlap"),
-            *("optimization_barrier_in_forward", "optimization_barrier_in_backward", "sync_on_finalization"),
-            *("mark_step_on_finalization", "pin_layout_in_collective_ops", "_use_xla_patched_linear", "_debug_msg"),
-            *("reduce_scatter_bucket_size_mb", "coalesce_all_gather_ops", "disable_reshard_on_root"),
-            "execute_sharding_on_init",
-        ),
-        *refused(
-            "ranks and groups are set by the launcher and shard_size",
-            *("sharding_groups", "sharding_rank", "sharding_world_size"),
-        ),
-        *refused(
-            "it is a Python object or a debugging aid for XLA",
-            *("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
-            *("_debug_dummy_forward_pass", "_debug_print", "_debug_dummy_all_gather_op"),
-            *("_debug_dummy_all_reduce_op", "_debug_dummy_reduce_scatter_op", "_debug_dummy_optimization_barrier_op"),
-        ),
+        *rows("xla_fsdp_settings"),
     ),
 )
 
