@@ -32,7 +32,6 @@ from fullshard.engine.unit import Unit
 from fullshard.features.offload.host import Host, StorageView, bytes_of, host_of, plain_tensors, show_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-_HINT = "call fullshard.unpark(model, optimizer) first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +137,24 @@ class Parking(Extension):
 
     def before_forward(self) -> None:
         """Raise an error if the model is parked, unless it has kept its weights for a forward without gradients."""
-        if self.units and (torch.is_grad_enabled() or not self._keeps_weights):
-            raise LifecycleError(f"rank {self.model.mesh.rank}: a parked model cannot run its forward", hint=_HINT)
+        self._refuse(self.units and (torch.is_grad_enabled() or not self._keeps_weights), "run its forward")
 
     def before_gather(self, unit: object) -> None:
         """Raise an error if the weights of a unit are parked."""
-        if unit in self.units and not self._keeps_weights:
-            raise LifecycleError(f"rank {self.model.mesh.rank}: a parked model cannot gather weights", hint=_HINT)
+        self._refuse(unit in self.units and not self._keeps_weights, "gather weights")
 
     def backward_begins(self) -> None:
         """Raise an error if the model is parked."""
-        if self.units:
-            raise LifecycleError(f"rank {self.model.mesh.rank}: a parked model cannot run its backward", hint=_HINT)
+        self._refuse(self.units, "run its backward")
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Raise an error if the parameters or the state of the optimizer are parked."""
-        if optimizer in self.states or any(bucket.owner in self.units for bucket in buckets):
-            raise LifecycleError(f"rank {self.model.mesh.rank}: the optimizer is parked and cannot step", hint=_HINT)
+        self._refuse(optimizer in self.states or any(bucket.owner in self.units for bucket in buckets), "be updated")
+
+    def _refuse(self, is_parked: object, what: str) -> None:
+        if is_parked:
+            message = f"rank {self.model.mesh.rank}: a parked model or optimizer cannot {what}"
+            raise LifecycleError(message, hint="call fullshard.unpark(model, optimizer) first")
 
 
 @torch.no_grad()
@@ -243,6 +243,5 @@ def _leave(tensors: Iterable[object], device: torch.device) -> list[_Parked]:
 
 
 def _return(parked: list[_Parked]) -> None:
-    """Bring storages back to the device, the last one first, and empty the list."""
     while parked:
-        parked.pop().bring_back()
+        parked.pop().bring_back()  # the last one first: a copy may have been parked again
