@@ -315,4 +315,4 @@ def test_every_example_is_in_the_table() -> None:
     listed = set(re.findall(r"\]\(([\w.]+)\)", PAGE))
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert listed == files
-    assert len(SCRIPTS) == 13
+    assert len(SCRIPTS) == 14

@@ -76,8 +76,6 @@ class NonFiniteGuard(Extension):
         self._alarm: bool | None = None
         self._names: dict[str, str] | None = None
 
-    # -- in backward --------------------------------------------------------------------------------------------
-
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
         """Check a part of a reduced gradient for NaN and infinity. `comm.base.Watch` describes the arguments."""
         if self.policy == "off" or not part.numel() or not has_values(part.device):
@@ -149,8 +147,6 @@ class NonFiniteGuard(Extension):
                     work.wait()
                 work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=outer, async_op=True)
         self._message, self._alarm = (flag, work), None
-
-    # -- after backward -----------------------------------------------------------------------------------------
 
     @property
     def is_alarmed(self) -> bool:

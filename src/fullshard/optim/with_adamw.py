@@ -80,8 +80,6 @@ class MatricesWithAdamW(MatrixOptimizer):
             {"algorithm": self.algorithm, "flatten": False, **defaults},
         )
 
-    # -- a subclass's own -----------------------------------------------------------------------------------------
-
     def _check(self, group: dict[str, Any], where: str) -> None:
         """Raise `ConfigError` if an option of a group of matrices is invalid."""
         raise NotImplementedError
@@ -97,8 +95,6 @@ class MatricesWithAdamW(MatrixOptimizer):
     def _apply(self, parameter: torch.Tensor, made: torch.Tensor, group: dict[str, Any]) -> None:
         """Update this rank's elements of a parameter with the corresponding elements of the owners' results."""
         raise NotImplementedError
-
-    # -- groups and steps -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as torch does.
@@ -161,8 +157,6 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
         return {p: group for group in self.param_groups if group["algorithm"] != "adamw" for p in group["params"]}
-
-    # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
         where = f"{self.name}, parameter group {number}"

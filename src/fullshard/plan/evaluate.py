@@ -333,9 +333,6 @@ def _without_kernel(plan: Plan, job: Job) -> list[Block]:
     return [block for block in plan.model.blocks if what_runs(block, job, plan.cluster.device) == "math"]
 
 
-# -- what to change -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of settings that makes a plan fit."""

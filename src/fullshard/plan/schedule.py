@@ -138,8 +138,6 @@ class _Run:
             self.unsharded.discard(unit.name)
             self.emit(EventKind.RESHARDED, unit, unit.full_nbytes)
 
-    # -- forward ------------------------------------------------------------------------------------------------
-
     def forward(self, *, ahead: bool) -> None:
         calls = self.model.calls
         _, gives = _gradient_flow(self.model)
@@ -160,8 +158,6 @@ class _Run:
         self.emit(EventKind.FORWARD_END, unit)
         if unit.frees_after_forward:
             self.reshard(unit)
-
-    # -- backward -----------------------------------------------------------------------------------------------
 
     def backward(self, *, reduces: bool) -> None:
         root, calls = self.model.root, self.model.calls

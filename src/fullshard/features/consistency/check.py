@@ -46,8 +46,6 @@ class ConsistencyCheck(Extension):
         self._mesh, self._has_run, self._done_at = model.mesh, False, 0
         self.paces, self._pace, self._slow = list[RankPace](), Pace(), set[int]()
 
-    # -- callbacks ----------------------------------------------------------------------------------------------
-
     def step_begins(self) -> None:
         """Start the measurement of a new step."""
         self._pace.begin_step(is_wanted=self.every > 0)
@@ -79,8 +77,6 @@ class ConsistencyCheck(Extension):
         if self._has_run and self.every and self._are_compared and self._can_compare:
             with self.model.units[-1].waiting("comparing replicas"):
                 self._check(self._table(digest(self.model))[..., 0])
-
-    # -- comparisons --------------------------------------------------------------------------------------------
 
     @property
     def _can_compare(self) -> bool:

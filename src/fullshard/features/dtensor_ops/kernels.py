@@ -298,9 +298,6 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
     return target
 
 
-# -- reductions and other kernels with special rules ------------------------------------------------------------
-
-
 def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
     dims = [dim] if isinstance(dim, int) else dim
     return not keepdim and (not dims or len(dims) == tensor.dim())

@@ -133,8 +133,6 @@ class Parking(Extension):
             self.unpark([unit])
         return True
 
-    # -- using it meanwhile -------------------------------------------------------------------------------------
-
     def before_forward(self) -> None:
         """Raise an error if the model is parked, unless it has kept its weights for a forward without gradients."""
         self._refuse(self.units and (torch.is_grad_enabled() or not self._keeps_weights), "run its forward")

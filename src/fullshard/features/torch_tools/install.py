@@ -32,8 +32,6 @@ from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.step import hooks
 from fullshard.features.torch_tools import torch_private
 
-# -- clipping ---------------------------------------------------------------------------------------------------
-
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -165,9 +163,6 @@ def _group_norm(
     return summed ** (1 / order) if is_root else summed
 
 
-# -- loss scaling -----------------------------------------------------------------------------------------------
-
-
 def _unscale_grads(
     self: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
@@ -193,9 +188,6 @@ def _unscale_grads(
     return found
 
 
-# -- collectives called by the script --------------------------------------------------------------------------
-
-
 def _check_sent(param: object, param_name: str) -> None:
     """Check a tensor that is passed to a collective as torch does, but raise an error if the tensor is sharded."""
     _refuse_to_send(param)
@@ -219,9 +211,6 @@ def _refuse_to_send(tensor: object) -> None:
                 "for the complete tensor"
             ),
         )
-
-
-# -- unsharded tensors passed to a model ----------------------------------------------------------------------------
 
 
 def _distribute_tensor(
@@ -362,9 +351,6 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     torch_private.zero_grad.torchs(self, set_to_none)
 
 
-# -- gradients that autograd returns to its caller --------------------------------------------------------------
-
-
 def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
     """Run a backward, but raise `LifecycleError` if it would return None as the gradient of a sharded parameter."""
     inputs = args[3] if len(args) > 3 else ()
@@ -393,9 +379,6 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
             "and read .grad"
         ),
     )
-
-
-# -- PEFT's adapters -------------------------------------------------------------------------------------------
 
 
 def _give_whole_adapters(module: ModuleType) -> None:

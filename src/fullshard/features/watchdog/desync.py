@@ -78,8 +78,6 @@ class DesyncDetection(Extension):
                 lines.append(f"unit {unit.name!r} has its buckets at {places} in the memory that ranks share")
         self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
 
-    # -- counters -----------------------------------------------------------------------------------------------
-
     def step_begins(self) -> None:
         """Tell the watchdog that a step begins, so that it can measure how long steps take."""
         WATCHDOG.begin_step(time.monotonic())
@@ -140,8 +138,6 @@ class DesyncDetection(Extension):
         """Reset the count of failures, because all ranks start again from the same point."""
         self._failures = 0
         WATCHDOG.forget_failures(self._mesh.groups)
-
-    # -- end of backward ----------------------------------------------------------------------------------------
 
     def message(self) -> bytes:
         """Return nine bytes that summarise what this rank has done since the last optimizer step."""

@@ -169,8 +169,6 @@ class Watchdog(Watcher):
         if group is not None:
             meet(group, device, "gathering a whole tensor")
 
-    # -- failures -----------------------------------------------------------------------------------------------
-
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
         """Tell the other ranks of these groups that this rank had an error and will not reach their next wait."""
         for name in [self._name(group) for group in groups if group is not None and group in self.groups]:
@@ -205,8 +203,6 @@ class Watchdog(Watcher):
             other = f"rank {1 - dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() == 2 else "a rank"
             why = f"{other} has ended or left its process group while this rank waits for it"
         return why or (f"ranks are out of step: {text}" if _APART.search(text) else error)
-
-    # -- the thread ---------------------------------------------------------------------------------------------
 
     @property
     def limit(self) -> float:
