@@ -165,7 +165,7 @@ def test_every_kind_of_handler_is_used_or_refused(kind: type, capsys: pytest.Cap
     except Exception:
         pytest.skip("needs a package that is not installed")
     used = {"GradScalerKwargs", "AutocastKwargs", "InitProcessGroupKwargs", "DistributedDataParallelKwargs"}
-    used |= {"ProfileKwargs"}
+    used |= {"ProfileKwargs", "AORecipeKwargs"}
     if kind.__name__ not in used:
         with pytest.raises(ConfigError, match=kind.__name__):
             Accelerator(cpu=True, kwargs_handlers=[handler])
