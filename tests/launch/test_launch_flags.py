@@ -125,7 +125,7 @@ def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
         (["--tpu_cluster"], ["start the launcher on each host"]),
         (["--device", "tpu"], ["PyTorch/XLA's own launcher starts TPU jobs"]),
         (["--env", "A=1"], ["set the variables where you start the launcher"]),
-        (["--fp8_backend", "te"], ["--fp8_backend", "TE is not supported", "use torchao"]),
+        (["--fp8_backend", "TE"], ["--fp8_backend", "TE is not supported", "use torchao"]),
         (
             ["--num_processes", "2:4"],
             ["2:4 processes are not supported: only the number of hosts may vary", "use --nnodes MIN:MAX"],
