@@ -32,6 +32,7 @@ pytestmark = [
         not can_have_namespaces() or shutil.which("tc") is None or len(os.sched_getaffinity(0)) < 2,
         reason="slow links need root, two processors, and the programs `ip` and `tc`",
     ),
+    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="no other test may run beside one that times steps"),
 ]
 
 
