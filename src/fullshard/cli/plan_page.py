@@ -33,7 +33,7 @@ _ON_HOST = {
     "all that is sharded": {"offload": True},
     "activations": {"offload_activations": True},
 }
-"""What may be in host memory, as fields of a job."""
+"""The choices of what to keep in host memory, as fields of a job."""
 
 
 def page() -> Any:

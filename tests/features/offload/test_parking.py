@@ -170,11 +170,42 @@ def _memory(case: Simulated, kind: str) -> tuple[int, int, int, int]:
     device.synchronize(place)
     before = device.memory_allocated(place)
     device.reset_peak_memory_stats(place)
-    park(model, [optimizer, average])  # type: ignore[list-item]
+    park(model, [optimizer, average])
     parked = device.memory_allocated(place)
-    unpark(model, [optimizer, average])  # type: ignore[list-item]
+    unpark(model, [optimizer, average])
     device.synchronize(place)
     return before, parked, device.max_memory_allocated(place), device.memory_allocated(place)
+
+
+def _moves(case: Simulated, kind: str) -> None:
+    """Move a model by `to()`, and change what returned."""
+    place = place_of(kind)
+    model: Any = made(case, place)
+    held = torch.accelerator.memory_allocated(place)
+    park(model, keep="weights")
+    assert torch.accelerator.memory_allocated(place) > held / 2
+    model.to("cpu")
+    assert torch.accelerator.memory_allocated(place) < held / 2
+    with pytest.raises(LifecycleError, match="cannot be converted"):
+        model.half()
+    model.to(place)
+    for parameter in model.parameters():
+        before = parameter.bucket.main_version
+        with torch.no_grad():
+            parameter.mul_(2)
+        assert parameter.bucket.main_version > before, "the engine does not notice that the weight has changed"
+
+
+def _all_moves() -> None:
+    from tests.simulated.device import NAME, Order, begin
+    from tests.simulated.group import run_ranks as run_threads
+
+    begin(Order.LAZY, 1)
+    run_threads(_moves, 2, Simulated(ranks=2, precision="bf16"), NAME)
+
+
+def test_a_model_that_returned_is_whole_again() -> None:
+    on_device(_all_moves)
 
 
 def _all_memory() -> dict[str, list[tuple[int, int, int, int]]]:

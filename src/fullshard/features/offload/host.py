@@ -182,13 +182,20 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def show_in(views: Iterable[tuple[torch.Tensor, StorageView]], storage: torch.UntypedStorage) -> None:
     """Make each tensor the view of `storage` that belongs to it. The tensors keep their identity."""
     for tensor, view in views:
-        data = view.of_storage(storage)
-        if torch_private.may_hold(tensor, data):
-            tensor.data = data
-        else:  # for out-of-tree devices
-            version = tensor._version
-            torch.utils.swap_tensors(tensor, data)
-            torch_private.set_versions((tensor,), (version,))
+        put(tensor, view.of_storage(storage))
+
+
+def put(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Make `tensor` hold `data`, which may be on another device. Return what to put to undo this."""
+    if torch_private.may_hold(tensor, data):
+        before, tensor.data = tensor.data, data
+        return before
+    # For out-of-tree devices. To undo it, swap again: only the swapped tensor counts changes together with its views.
+    version = tensor._version
+    torch.utils.swap_tensors(tensor, data)
+    if tensor._version < version:  # setting it makes the tensor count changes apart from its views
+        torch_private.set_versions((tensor,), (version,))
+    return data
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:

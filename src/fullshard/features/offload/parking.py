@@ -14,9 +14,9 @@ changed and saved.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import nn
@@ -27,29 +27,38 @@ from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
 from fullshard.engine.lookup import refuse_pinned, require_units
+from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
-from fullshard.features.offload.host import Host, StorageView, bytes_of, host_of, plain_tensors, show_in
+from fullshard.features.offload.host import Host, StorageView, bytes_of, host_of, plain_tensors, put
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+class HasState(Protocol):
+    """An optimizer, or an `EMA`: `state` holds tensors by name for each parameter."""
+
+    @property
+    def state(self) -> Mapping[Any, Mapping[str, Any]]:
+        """Return the state."""
+
+
+Optimizers = HasState | Sequence[HasState] | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """A storage without memory, its copy on the host, and the tensors that are views of the copy meanwhile."""
+    """A storage without memory, its copy on the host, and the views of the copy, each with what it held before."""
 
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage
-    views: list[tuple[torch.Tensor, StorageView]]
+    views: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def of(cls, tensors: list[torch.Tensor], host: Host) -> Self:
         """Copy the storage that `tensors` share to the host, and free its memory."""
         storage = tensors[0].untyped_storage()
-        views = [(tensor, StorageView.of(tensor)) for tensor in tensors]
         copy = host.copy_of(bytes_of(storage), to_host=True).untyped_storage()
         host.finish()
-        show_in(views, copy)
+        views = [(each, put(each, StorageView.of(each).of_storage(copy))) for each in dict.fromkeys(tensors)]
         storage.resize_(0)
         return cls(storage, copy, views)
 
@@ -57,11 +66,12 @@ class _Parked:
         """Allocate the storage's memory again, and copy its bytes from the host."""
         self.storage.resize_(self.copy.nbytes())
         bytes_of(self.storage).copy_(bytes_of(self.copy), non_blocking=self.copy.is_pinned())
-        show_in(self.views, self.storage)
+        for tensor, data in self.views:
+            put(tensor, data)
 
 
 class Parking(Extension):
-    """What of a model is parked now, and the errors for using it meanwhile.
+    """Keeps track of the parked parts of a model, and refuses to use them.
 
     Attributes:
         units: for each parked unit, its storages.
@@ -69,11 +79,11 @@ class Parking(Extension):
         states: for each parked optimizer, the storages of its state.
     """
 
-    def __init__(self, model: object) -> None:
-        super().__init__(model)  # type: ignore[arg-type]
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
         self.units: dict[Unit, list[_Parked]] = {}
         self.others: list[_Parked] = []
-        self.states: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Parked]] = weakref.WeakKeyDictionary()
+        self.states: weakref.WeakKeyDictionary[HasState, list[_Parked]] = weakref.WeakKeyDictionary()
         self._keeps_weights = False
 
     def absorbed(self, earlier: Extension) -> None:
@@ -104,7 +114,7 @@ class Parking(Extension):
                 moved += _leave(_memory_of(bucket, keeps_weights=keeps_weights), unit.mesh.device)
         self.others += _leave(others, self.model.mesh.device)
 
-    def park_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def park_state(self, optimizer: HasState) -> None:
         """Move the state of an optimizer to the host."""
         tensors = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
         self.states.setdefault(optimizer, []).extend(_leave(tensors, self.model.mesh.device))
@@ -122,15 +132,17 @@ class Parking(Extension):
         device, host = unit.mesh.device, torch.device("cpu")
         if device.type == host.type:
             return False
-        before, after = (host, device) if unit in self.units else (device, host)
+        is_parked = unit in self.units
         dtypes = {parameter.dtype for _, parameter in unit.entries}
-        results = [function(torch.empty(0, dtype=dtype, device=before)) for dtype in dtypes]
-        if {(result.device, result.dtype) for result in results} != {(after, dtype) for dtype in dtypes}:
-            return unit in self.units and all(r.device == host and r.dtype in dtypes for r in results)
-        if after == host:
+        made = (function(torch.empty(0, dtype=dtype, device=host if is_parked else device)) for dtype in dtypes)
+        results = {(result.device, result.dtype) for result in made}
+        if results == {(host, dtype) for dtype in dtypes}:
             self.park([unit], (), keeps_weights=False)
-        else:
+        elif is_parked and results == {(device, dtype) for dtype in dtypes}:
             self.unpark([unit])
+        else:
+            self._refuse(is_parked, "be converted")
+            return False
         return True
 
     def before_forward(self) -> None:
@@ -168,7 +180,7 @@ def park(model: nn.Module, optimizer: Optimizers = None, *, keep: Literal["weigh
 
     Args:
         model: a model with sharded modules.
-        optimizer: one optimizer or several, whose state moves as well.
+        optimizer: one optimizer or several, whose state moves as well. An `EMA` counts as one.
         keep: `weights` leaves on the device what a forward without gradients needs: weights and buffers.
 
     Raises:
@@ -210,8 +222,8 @@ def unpark(model: nn.Module, optimizer: Optimizers = None) -> None:
             _return(parking.states.pop(each, []))
 
 
-def _optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+def _optimizers(optimizer: Optimizers) -> list[HasState]:
+    found = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     return [getattr(each, "optimizer", each) for each in found]  # Accelerate wraps optimizers
 
 
