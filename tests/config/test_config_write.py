@@ -141,7 +141,6 @@ CONFIGS = groups(
         nonfinite_limit=st.integers(1, 10**6),
         replica_check=st.sampled_from(["raise", "off"]),
         compare_every=st.integers(0, 10**6),
-        check_plan=BOOL,
     ),
     checkpoint=groups(
         CheckpointConfig,

@@ -81,7 +81,7 @@ CHANGED: dict[str, RunConfig] = {
             buffer_dtype="float32",
             cast_inputs=False,
         ),
-        training=TrainingConfig(gradient_accumulation_steps=4, step_in_backward=True, check_plan=True),
+        training=TrainingConfig(gradient_accumulation_steps=4, step_in_backward=True),
         checkpoint=CheckpointConfig(state_dict_type="FULL_STATE_DICT", format="dcp", async_save=True),
     ),
 }

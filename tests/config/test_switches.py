@@ -80,7 +80,7 @@ def test_any_text_where_no_values_are_listed() -> None:
             )
             for value in ("abc", "-1", "0", "nan", "inf", "1e300", "9" * 20)
         ),
-        ("FULLSHARD_CHECK_PLAN", "0", "FULLSHARD_CHECK_PLAN has the invalid value '0'.*use 1, or unset it"),
+        ("FULLSHARD_STEP_IN_BACKWARD", "0", "FULLSHARD_STEP_IN_BACKWARD has the invalid value '0'.*use 1, or unset it"),
         (
             "FULLSHARD_LAUNCHER_PID",
             "me",

@@ -74,16 +74,15 @@ def fullshard(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full
 def test_train(inputs: Path, tmp_path: Path) -> None:
-    """It says what Muon updates, keeps to its plan, and goes on at another number of ranks."""
+    """It says what Muon updates, and goes on at another number of ranks."""
     words = ["train", "--model", inputs / "config.json", "--data", inputs / "data.txt", "--output-dir", tmp_path,
              "--steps", 6, "--save-every", 3, "--batch-size", 6, "--seq-len", 32, "--vocab-size", 320,
              "--device", "cpu", "--no-plot", "--no-export", "--optimizer", "muon",
              "--log-every", 1]  # fmt: skip
-    done = fullshard(*words, "--nproc", 2, "--check-plan")
+    done = fullshard(*words, "--nproc", 2)
     assert done.returncode == 0, done.stderr
     assert "optimizer: Muon updates 14 matrices of" in done.stdout
     assert "; AdamW 1 embeddings of" in done.stdout
-    assert "LlamaForCausalLM with Muon, step 3: as planned" in done.stdout, done.stdout
     shutil.rmtree(tmp_path / "checkpoints" / "step-000006")
     again = fullshard(*words, "--nproc", 3)
     assert again.returncode == 0, again.stderr
@@ -93,32 +92,6 @@ def test_train(inputs: Path, tmp_path: Path) -> None:
     assert len(losses) == 6
     assert len(resumed) == 3
     assert float(losses[-1]) < float(losses[0])
-
-
-SCRIPT = """
-import torch, fullshard
-from tests.trainers import build
-accelerator, model = fullshard.Accelerator(cpu=True), build("tied")
-model, optimizer = accelerator.prepare(model, fullshard.optim.MADE)
-for step in range(4):
-    ids = torch.randint(1, 97, (2, 12))
-    accelerator.backward(model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-accelerator.end_training()
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("made", ["Muon(model, lr=1e-3)", "OnOwners(model, torch.optim.Adafactor, lr=1e-3)"])
-def test_launch_checks_the_plan(made: str, tmp_path: Path) -> None:
-    """`fullshard launch --check_plan`: a script of two ranks, whose optimizer is looked at."""
-    (tmp_path / "script.py").write_text(SCRIPT.replace("MADE", made))
-    flags = ["--cpu", "--num_processes", 2, "--use_fsdp", "--fsdp_version", 2, "--check_plan"]
-    done = fullshard("launch", *flags, tmp_path / "script.py")
-    assert done.returncode == 0, done.stderr
-    said = done.stdout + done.stderr
-    assert f"with {made.partition('(')[0]}, step 3: as planned" in said
 
 
 def tune(words: list[str]) -> list[str]:

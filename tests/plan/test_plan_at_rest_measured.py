@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard import Accelerator, plan_model, quantize
-from fullshard.api.plan_check import PlanCheck
 from fullshard.api.planning import model_shape
 from fullshard.core.errors import ConfigError
 from fullshard.engine.lookup import units_of
@@ -28,6 +27,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.methods import apply_method
 from tests.distributed import run_ranks
 from tests.plan.allocations import RANKS, TOKENS, measured, planned, step
+from tests.plan_check import PlanCheck
 
 pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
 peft = pytest.importorskip("peft")

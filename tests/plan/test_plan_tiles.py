@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fullshard
-from fullshard.api.plan_check import PlanCheck
 from fullshard.api.virtual.simulation import simulate, transformers_model
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
@@ -35,6 +34,7 @@ from fullshard.plan.library import load_model
 from fullshard.plan.methods import apply_method
 from fullshard.plan.tiles import tiled
 from tests.distributed import run_ranks
+from tests.plan_check import PlanCheck
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96,

@@ -154,9 +154,7 @@ def _flags_of(command: str) -> set[str]:
             "splits",
             *(f.name for cls in (ModelConfig, ScriptArguments, OwnArguments, SFTConfig) for f in fields(cls)),
         }
-        return {
-            n.replace("_", "-") for n in {*known, *NO_EFFECT, *RENAMED, "num_processes", "config_file", "check_plan"}
-        }
+        return {n.replace("_", "-") for n in {*known, *NO_EFFECT, *RENAMED, "num_processes", "config_file"}}
     module = importlib.import_module(f"fullshard.cli.{command}")
     text = inspect.getsource(module)
     names = set(re.findall(r'"--([a-z-]+)"', text))

@@ -771,7 +771,7 @@ lr_scheduler_kwargs: {x: [1, 2]}
 @pytest.mark.parametrize(
     ("words", "launch"),
     [
-        (["--check-plan", "--max_restarts", "1"], ["--check_plan", "--max_restarts", "1"]),
+        (["--max-restarts", "1"], ["--max_restarts", "1"]),
         (["--timeout=3"], ["--timeout", "3"]),
         (["--quantize", "nf4"], ["--quantize", "nf4"]),
         (["-n", "2"], ["--num_processes", "2"]),

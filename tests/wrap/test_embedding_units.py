@@ -14,7 +14,6 @@ from torch.nn import functional
 from transformers import ResNetConfig, ResNetModel
 
 from fullshard import Accelerator
-from fullshard.api.plan_check import PlanCheck
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.lookup import unit_of
@@ -26,6 +25,7 @@ from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from tests.distributed import run_ranks
+from tests.plan_check import PlanCheck
 from tests.trainers import build
 from tests.traps import rank_and_size, sharded_parameters
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -46,6 +46,7 @@ from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import adopt, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState, accumulation_steps
+from fullshard.api.teaching import teach_libraries
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.lease import let_go
 from fullshard.comm import device as devices
@@ -61,17 +62,6 @@ from fullshard.launch.device import name_of
 from fullshard.launch.journal import record_events
 
 _RNG_TYPES = {"generator", "torch", "cuda"}
-
-
-Listener = Callable[[Sequence[nn.Module], Sequence[torch.optim.Optimizer]], None]
-"""A function that is called with all prepared models and optimizers of an Accelerator, each time one is added."""
-
-_LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
-
-
-def listen(make: Callable[[Accelerator], Listener | None]) -> None:
-    """Call `make` with every new Accelerator. It returns a listener, which is called after each object is prepared."""
-    _LISTENERS.append(make)
 
 
 class Accelerator(Loaders, Reporting):
@@ -196,7 +186,7 @@ class Accelerator(Loaders, Reporting):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_once = step_scheduler_once
         self.scaler = self._make_scaler()
-        self._listeners = [listener for make in _LISTENERS if (listener := make(self)) is not None]
+        teach_libraries()
 
     def _make_gradient_state(self, plugin: Any) -> GradientState:
         """Create the gradient state. The script's plugin or the settings set the number of micro-batches per step."""
@@ -226,7 +216,7 @@ class Accelerator(Loaders, Reporting):
         # A function passed to `datasets.map` or a worker's collate function may refer to the Accelerator. Pickle only
         # its settings and its rank: prepared objects such as a sharded model are useless in another process.
         fields = vars(self) | self._nothing_prepared()
-        return fields | {"_theirs": None, "_listeners": [], "_saver": None, "_copies": None, "scaler": None}
+        return fields | {"_theirs": None, "_saver": None, "_copies": None, "scaler": None}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
@@ -313,7 +303,7 @@ class Accelerator(Loaders, Reporting):
             tiles = self._tensor_parallel_size
             adopt(model, self._config, self.autocast_handler, self.device, tiles=tiles)
             self._remember(model, self._models)
-        self._tell_listeners()
+        teach_libraries()  # of libraries that were imported since
         return model
 
     def _divide_sequences(self, model: nn.Module) -> None:
@@ -357,7 +347,7 @@ class Accelerator(Loaders, Reporting):
             ranks=self._ranks_of_gradients,
         )
         self._optimizers.append(prepared)
-        self._tell_listeners()
+        teach_libraries()  # of libraries that were imported since
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -587,10 +577,6 @@ class Accelerator(Loaders, Reporting):
     @property
     def _micro_batches_per_step(self) -> int:
         return self.gradient_accumulation_steps
-
-    def _tell_listeners(self) -> None:
-        for listener in self._listeners:
-            listener(self._models, [optimizer.optimizer for optimizer in self._optimizers])
 
 
 def _check_precision(mode: str, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from fullshard.features.quantized_weights.scales import is_exact
 from fullshard.features.unit_selection import unit_modules
 from fullshard.launch import RankEnvironment, cuda
 from fullshard.launch.device import name_of
+from fullshard.optim import Muon
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.hardware import find_device, parse_cluster
@@ -213,3 +214,16 @@ def _unit(
         )
 
     return UnitShape(name, tuple(map(shape_of, plan.slots)), block)
+
+
+def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the planner's name for `optimizer`, or None if the planner has no formula for its state."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    if isinstance(optimizer, Muon):
+        return "muon"
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd-momentum" if any(group["momentum"] for group in groups) else "sgd"
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
+        return "adamw-fused" if any(group["fused"] for group in groups) else "adamw"
+    return "adamw-8bit" if name in ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit") else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.api.plan_check import planned_optimizer
+from fullshard.api.planning import planned_optimizer
 from fullshard.checkpoint.adapters import is_saved_as_adapters
 from fullshard.checkpoint.objects import Location
 from fullshard.core.errors import CheckpointError

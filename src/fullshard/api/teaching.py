@@ -50,12 +50,6 @@ def teach_libraries() -> None:
                     setattr(holder, key, chosen)
 
 
-def keep_teaching(accelerator: Any) -> Callable[..., None]:
-    """Replace the functions now, and return a listener that replaces those of libraries that are imported later."""
-    teach_libraries()
-    return lambda models, optimizers: teach_libraries()
-
-
 def _or_theirs(
     is_ours: Callable[[list[Any]], object], ours: Callable[..., Any], theirs: Callable[..., Any]
 ) -> Callable[..., Any]:

@@ -331,9 +331,6 @@ class TrainingConfig(Settings):
     """Number of steps between comparisons of the ranks, which check that replicas hold the same weights and find ranks
     slower than 0.7 of the median. Replicas are also compared before each save. 0: never."""
 
-    check_plan: bool = False
-    """Whether the third step is compared with `fullshard plan`: events, and bytes sent and held, by category."""
-
 
 class CheckpointConfig(Settings):
     """Settings for the contents of checkpoints."""

@@ -34,12 +34,6 @@ TAKE = "FULLSHARD_TAKE"
 """Set by a user or by the launcher: which names of torch the script gets from fullshard."""
 
 WATCHED = {
-    "training.check_plan": (
-        "FULLSHARD_CHECK_PLAN",
-        "fullshard.api.plan_check",
-        "the script shards the model itself, so its optimizer is unknown",
-        "use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer",
-    ),
     "training.step_in_backward": (
         "FULLSHARD_STEP_IN_BACKWARD",
         "fullshard.features.steps_in_backward.stepper",

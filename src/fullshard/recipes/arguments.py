@@ -109,7 +109,6 @@ class TrainArguments(View):
     save_every: int = _own(100, "Steps between checkpoints. 0: save only after the last step", ge=0)
     keep_checkpoints: int = _own(2, "Number of checkpoints to keep", ge=1)
     max_lost_steps: int | None = of_run("checkpoint.max_lost_steps")
-    check_plan: bool = of_run("training.check_plan")
     nonfinite_gradients: OnNonFinite = of_run("training.nonfinite_gradients")
     nonfinite_limit: int = of_run("training.nonfinite_limit")
     replica_check: OnReplicas = of_run("training.replica_check")
@@ -145,10 +144,6 @@ class TrainArguments(View):
             raise ConfigError(
                 "--loss-chunk cannot be used with --compile and --wrap none: the head would be part of the compiled "
                 "graph"
-            )
-        if self.ema_decay is not None and self.check_plan:
-            raise ConfigError(
-                "--check-plan cannot be used with --ema-decay: the plan does not include the weight average"
             )
         if self.step_in_backward and self.max_grad_norm:
             what = f"--step-in-backward consumes gradients before their norm is clipped to {self.max_grad_norm:g}"

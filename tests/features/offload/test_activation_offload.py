@@ -367,9 +367,8 @@ def test_the_recipe(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    said = run("moved", "--offload-activations", "--activation-checkpointing", "--check-plan")
+    said = run("moved", "--offload-activations", "--activation-checkpointing")
     assert "activations on the host" in said
-    assert "step 3: as planned" in said, said
     plain = run("plain", "--activation-checkpointing")
     losses = [re.findall(r"loss[= ]+([0-9.]+)", text) for text in (said, plain)]
     assert losses[0] and losses[0] == losses[1]

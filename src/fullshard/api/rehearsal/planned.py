@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.api.plan_check import planned_optimizer
-from fullshard.api.planning import base_dtype, model_shape, planned_device
+from fullshard.api.planning import base_dtype, model_shape, planned_device, planned_optimizer
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import parse_strategy
 from fullshard.engine.parameter import sharded_parameters

@@ -4,14 +4,14 @@
     ...                                     # three steps of training
     print(check.report())
 
-The layout comes from the model, and the other settings (accumulation, optimizer) come from the job. With
-`fullshard launch --check_plan`, `PlanWatch` does this for every model that an `Accelerator` prepares, and reports the
-result.
+The layout comes from the model, and the other settings (accumulation, optimizer) come from the job.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,11 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
-from fullshard.engine.lookup import require_units, units_of
+from fullshard.engine.lookup import require_units
 from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.engine.unit import Unit
-from fullshard.optim import Muon
 from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
@@ -50,24 +49,21 @@ _SENT = {
 class Deviation:
     """The planned and the actual value of one category.
 
-    The values are bytes, except for the category of events, whose values are counts. `planned` is None if the planner
-    cannot predict the value, for example because it has no formula for the state of an optimizer.
+    The values are bytes, except for the category of events, whose values are counts.
     """
 
     category: str
-    planned: int | None
+    planned: int
     found: int
     detail: str = ""
 
     @property
     def is_as_planned(self) -> bool:
-        """Return whether the actual value is equal to the planned value, or no value was planned."""
-        return self.planned in (None, self.found)
+        """Return whether the actual value is equal to the planned value."""
+        return self.planned == self.found
 
     def __str__(self) -> str:
         show = str if self.category == "events" else format_nbytes
-        if self.planned is None:
-            return f"{self.category}: not planned, found {show(self.found)}"
         off = f" ({self.found / self.planned - 1:+.1%})" if self.planned and not self.is_as_planned else ""
         return f"{self.category}: planned {show(self.planned)}, found {show(self.found)}{off}{self.detail}"
 
@@ -77,9 +73,6 @@ class PlanCheck:
 
     Args:
         model: a sharded model. A model has only one event sink, which is this object until the step ends.
-        is_state_planned: False if the planner does not support the optimizer, so that `job.optimizer` is only a
-            placeholder.
-        when_done: called with the report in the `optimizer.step()` of that step, before parameters are updated.
 
     Raises:
         LifecycleError: the model is not sharded.
@@ -90,13 +83,9 @@ class PlanCheck:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         job: Job,
-        *,
-        is_state_planned: bool = True,
-        when_done: Callable[[list[Deviation]], None] = lambda found: None,
     ) -> None:
         units = require_units(model)
-        self.model, self._units, self._optimizer, self._job = model, units, optimizer, job
-        self._is_state_planned, self._when_done = is_state_planned, when_done
+        self.model, self._units, self._optimizer, self.job = model, units, optimizer, job
         self._schedule = units[-1].schedule
         self._before = self._schedule.event_sink
         self.steps = self._most_gathered = 0
@@ -132,12 +121,11 @@ class PlanCheck:
                 self.found = self._compare()  # before the update, while the gradients exist
                 if self._schedule.event_sink == self._receive:
                     self._schedule.event_sink = self._before
-                self._when_done(self.found)
             self._events.clear()
 
     def _compare(self) -> list[Deviation]:
         layout = _layout_of(self.model, self._units, self._events)
-        options = dataclasses.replace(self._job.schedule, shard_rank=self._units[-1].mesh.shard_rank)
+        options = dataclasses.replace(self.job.schedule, shard_rank=self._units[-1].mesh.shard_rank)
         predicted = predict_step(layout, options)
         end = 1 + next(i for i, event in enumerate(predicted) if event.kind is EventKind.OPTIMIZER_STEP)
         predicted = predicted[end:] + predicted[:end]  # offloading after a step counts at the start of the next
@@ -163,7 +151,7 @@ class PlanCheck:
 
     def _compare_state(self) -> Deviation:
         """Compare the optimizer state of this model's parameters."""
-        row, groups = self._job.planned_optimizer, self._optimizer.param_groups
+        row, groups = self.job.planned_optimizer, self._optimizer.param_groups
         held = {id(p) for group in groups for p in group["params"]}
         matrices = {id(p) for group in groups if group.get("algorithm") != "adamw" for p in group["params"]}
         trained = [bucket for unit in self._units for bucket in unit.buckets if bucket.has_gradient]
@@ -173,46 +161,7 @@ class PlanCheck:
             planned += parameter.interval.numel * own.state_nbytes(dtype_name(parameter.dtype))
             states += as_local(self._optimizer.state.get(parameter, {})).values()
         found = _storage_nbytes(value for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
-        return Deviation("optimizer state", round(planned) if self._is_state_planned else None, found)
-
-
-class PlanWatch:
-    """Checks each model with each optimizer that trains it, and reports through `say` on every rank."""
-
-    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
-        self._job, self._say = job, say
-        self._checks: dict[tuple[int, int], PlanCheck] = {}
-
-    def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Start a check for each new pair of a sharded model and a (re-pointed) torch optimizer of its parameters."""
-        for model, optimizer in itertools.product(models, optimizers):
-            own = {id(p) for unit in units_of(model) for b in unit.buckets for p in b.sharded_parameters}
-            pair = id(model), id(optimizer)
-            if pair not in self._checks and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
-                self._checks[pair] = self._check(model, optimizer)
-
-    def _check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PlanCheck:
-        kind = planned_optimizer(optimizer)
-        job = self._job.model_copy(update={"optimizer": kind or "none"})
-
-        def say(found: list[Deviation]) -> None:
-            title = f"check_plan: {type(model).__name__} with {type(optimizer).__name__}, step {AT_STEP}"
-            wrong = sum(not difference.is_as_planned for difference in found)
-            lines = [f"{title}: {f'{wrong} of {len(found)} categories differ' if wrong else 'as planned'}"]
-            self._say("\n  ".join([*lines, *map(str, found)]))
-
-        return PlanCheck(model, optimizer, job, is_state_planned=kind is not None, when_done=say)
-
-    def close(self) -> None:
-        """End the check. Report which models were not compared, and why."""
-        if not self._checks:
-            self._say("check_plan: nothing was compared, because no optimizer of a sharded model was prepared")
-        for check in self._checks.values():
-            if check.found is None:
-                self._say(
-                    f"check_plan: {type(check.model).__name__}: nothing was compared, because the run ended after "
-                    f"{check.steps} optimizer steps; step {AT_STEP} is compared"
-                )
+        return Deviation("optimizer state", round(planned), found)
 
 
 def _gathered(event: Event, unit: UnitLayout) -> int:
@@ -225,19 +174,6 @@ def _gathered(event: Event, unit: UnitLayout) -> int:
         case EventKind.RESHARDED:
             return -unit.gathered_nbytes
     return 0
-
-
-def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the planner's name for `optimizer`, or None if the planner has no formula for its state."""
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    if isinstance(optimizer, Muon):
-        return "muon"
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd-momentum" if any(group["momentum"] for group in groups) else "sgd"
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
-        return "adamw-fused" if any(group["fused"] for group in groups) else "adamw"
-    return "adamw-8bit" if name in ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit") else None
 
 
 def _compare_events(planned: list[Event], found: list[Event]) -> Deviation:
