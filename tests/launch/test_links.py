@@ -1,4 +1,4 @@
-"""What `fullshard doctor --run` says about links: of numbers, and of real faults in network namespaces.
+"""What `fullshard doctor --run` says about links: of real faults in network namespaces, and of recorded texts.
 
 Run: pytest tests/launch/test_links.py. The namespaces need root, `ip` and `tc` (package iproute2).
 """
@@ -14,18 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fullshard.launch import doctor_ranks
 from fullshard.launch.doctor import Finding, Trial, judge
-from fullshard.launch.doctor_ranks import _pairs
-from fullshard.launch.links import expected
+from fullshard.launch.doctor_ranks import _pairs, ways_in
+from fullshard.launch.environment import RankEnvironment
+from fullshard.launch.links import expected, recommend
 from tests.launching import started
 from tests.namespaces import bridge, cable_of, can_have_namespaces, ip, namespaces
 
+RECORDED = Path(__file__).parents[1] / "fixtures" / "links"
 H100 = "NVIDIA H100 80GB HBM3"
+ROCE = {"mlx5_0": {"port": "ens1", "speed": 50e9, "mtu": 9000}}
 
 
 def rank(host: str = "a", device: str = H100, **facts: Any) -> dict[str, Any]:
-    return {"host": host, "device": device, "interface": "eth0", "mtu": 1500, "speed": 0.0, **facts}
+    usual: dict[str, Any] = {
+        **{"interface": "eth0", "mtu": 1500, "speed": 0.0, "fabric": {}, "environ": {}, "lanes": {}},
+        **{"ways": ["P2P"], "topology": "", "peers": ""},
+    }
+    return {"host": host, "device": device, **usual, **facts}
 
 
 def link(source: int, target: int, rate: float, lost: float = 0.0) -> dict[str, Any]:
@@ -54,6 +63,7 @@ def test_a_link_is_compared_with_this_hardware() -> None:
     assert expected(across, ranks) == 0.75 * 50e9, "of the data sheet, where the network card is unknown"
     cards = [rank("a", speed=25e9 / 8), rank("a", speed=25e9 / 8), rank("b", speed=100e9 / 8)]
     assert expected(across, cards) == 0.75 * 25e9 / 8, "the slower of two network cards"
+    assert expected(across, [rank("a", fabric=ROCE, speed=1e9)] * 2 + [rank("b", fabric=ROCE)]) == 0.75 * 50e9
     assert expected(across, [rank("a", "cpu", speed=1.25e9)] * 2 + [rank("b", "cpu", speed=1.25e9)]) == 0.75e9
     assert expected(inside, [rank(device="Some GPU")] * 2) == 0.0
 
@@ -96,6 +106,121 @@ def test_a_link_that_hung_is_named_before_the_exit_code() -> None:
     assert ended.text.endswith(f"most likely: {stuck.text}")
     [inside, _] = judge(Trial(1, {}, {}, [rank(), rank()], named([link(0, 1, 0.0)], [rank(), rank()])), [])
     assert "turn off ACS and the IOMMU" in inside.hint
+
+
+# -- recorded texts -----------------------------------------------------------------------------------------------
+
+
+def recorded(name: str) -> str:
+    return (RECORDED / f"{name}.txt").read_text()
+
+
+def test_p2p() -> None:
+    ways = ways_in(recorded("nccl_shared_memory"))
+    assert ways == ["SHM"], "`P2P Chunksize` is not a connection"
+    card = "NVIDIA GeForce RTX 5090"
+    facts: dict[str, Any] = {
+        "ways": ways,
+        "peers": recorded("peers_two_5090"),
+        "topology": recorded("topology_two_5090"),
+    }
+    [missing] = found([rank(device=card, **facts)] * 2)
+    assert not missing.is_wrong, "nothing can be done about it"
+    assert missing.text.startswith(f"P2P off, a: {card} does not support it")
+    [disabled] = found([rank(device=card, **facts, environ={"NCCL_P2P_DISABLE": "1"})])
+    assert (disabled.is_wrong, disabled.hint) == (True, "unset NCCL_P2P_DISABLE")
+    [blocked] = found([rank(ways=ways, peers=recorded("peers_two_5090").replace("\tGNS", "\tCNS"))])
+    assert (blocked.is_wrong, "iommu=pt" in blocked.hint) == (True, True)
+    [unused] = found([rank(ways=ways, peers=recorded("peers_two_5090").replace("\tGNS", "\tOK"))])
+    assert (unused.is_wrong, unused.hint) == (True, "export NCCL_P2P_LEVEL=SYS")
+
+
+def test_sockets_instead_of_rdma() -> None:
+    ways = ways_in(recorded("nccl_sockets"))
+    assert ways == ["NET/Socket", "P2P"]
+    assert found([rank(ways=ways)]) == [], "a host without RDMA"
+    assert found([rank(ways=["NET/IB"], fabric=ROCE)]) == []
+    [unused] = found([rank(ways=ways, fabric=ROCE, environ={"NCCL_IB_HCA": "mlx5_7"})])
+    assert unused.text.startswith("sockets instead of RDMA, a: NCCL sends through eth0, but mlx5_0 could send")
+    assert "(NCCL_IB_HCA=mlx5_7)" in unused.text
+    assert "export NCCL_IB_HCA=mlx5_0" in unused.hint
+    [disabled] = found([rank(ways=ways, fabric=ROCE, environ={"NCCL_IB_DISABLE": "1"})])
+    assert disabled.hint == "unset NCCL_IB_DISABLE"
+
+
+def test_gpus_of_two_processors() -> None:
+    assert found([rank(topology=recorded("topology_two_5090"))]) == []
+    [far] = found([rank(topology=recorded("topology_five_gpus"))])
+    assert not far.is_wrong
+    assert far.text == "SYS topology, a: GPU0-GPU1, GPU0-GPU2, GPU0-GPU3, GPU0-GPU4 connect across processors"
+
+
+def host_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+
+
+def test_a_gb10_and_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/sys as the recorded `ibstat` describes it: two active RDMA devices for one port."""
+    cards = recorded("ibstat_gb10").split("CA '")[1:]
+    for card in cards:
+        name = card.partition("'")[0]
+        state = "4: ACTIVE" if "State: Active" in card else "1: DOWN"
+        rate = card.partition("Rate: ")[2].split()[0]
+        files = {
+            "ports/1/state": state,
+            "ports/1/rate": f"{rate} Gb/sec (4X HDR)",
+            f"device/net/e{name[4:]}/mtu": "1500",
+        }
+        host_files(tmp_path / "class/infiniband" / name, files)
+    monkeypatch.setattr(doctor_ranks, "_SYS", tmp_path)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    facts = doctor_ranks._facts(torch.device("cpu"), RankEnvironment()) | {"device": "NVIDIA GB10", "ways": ["NET/IB"]}
+    assert sorted(facts["fabric"]) == ["roceP2p1s0f0", "rocep1s0f0"]
+    half, *mtus = found([facts])
+    assert half.text.startswith("half a port, ") and "a GB10 is two RDMA devices" in half.text
+    assert half.hint == "export NCCL_IB_HCA=roceP2p1s0f0,rocep1s0f0"
+    assert all("has 1500 at 200 Gb/s, expected 9000" in mtu.text for mtu in mtus) and len(mtus) == 2
+    assert not any(finding.is_wrong for finding in [half, *mtus])
+    two = [facts | {"host": host, "environ": {"NCCL_IB_HCA": half.hint.partition("=")[2]}, "fabric": {
+        name: port | {"mtu": 9000} for name, port in facts["fabric"].items()}} for host in "ab"]  # fmt: skip
+    assert found(two, [link(0, 1, 23.7e9), link(1, 0, 23.7e9)]) == []
+    [slow] = found(two, [link(0, 1, 3e9), link(1, 0, 23.7e9)])
+    assert "3 GB/s from rank 0 to rank 1, expected 18.8 GB/s" in slow.text
+
+
+def test_pcie_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"vendor": "0x10de", "class": "0x030000", "max_link_width": "16"}
+    for slot, lanes in (("0000:01:00.0", "16"), ("0000:02:00.0", "8"), ("0000:2b:00.0", "4")):
+        host_files(tmp_path / "bus/pci/devices" / slot, {**gpu, "current_link_width": lanes})
+    audio = {**gpu, "class": "0x040300", "current_link_width": "1"}
+    host_files(tmp_path / "bus/pci/devices/0000:01:00.1", audio)
+    monkeypatch.setattr(doctor_ranks, "_SYS", tmp_path)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    lanes = doctor_ranks._facts(torch.device("cpu"), RankEnvironment())["lanes"]
+    half, few = sorted(found([rank(lanes=lanes)] * 2), key=lambda finding: finding.is_wrong)
+    assert few.text == "PCIe lanes, a: the GPU at 0000:2b:00.0 uses 4 of 16"
+    assert (half.is_wrong, few.is_wrong) == (False, True)
+    assert "0000:02:00.0 uses 8 of 16" in half.text
+
+
+def allowed(device: str, rate: float) -> list[str]:
+    """The ways to train on two hosts with these speeds between them, the fastest first."""
+    ranks = [rank("a", device), rank("b", device)]
+    return list(recommend(ranks, named([link(0, 1, rate), link(1, 0, rate)], ranks)))
+
+
+def test_strategies_follow_from_the_measured_speeds() -> None:
+    slow, fast = allowed("NVIDIA GB10", 0.3e9), allowed("NVIDIA GB10", 23.7e9)
+    assert sorted(slow) == sorted(fast) and len(slow) == 7
+    assert slow[0] == "Qwen3-8B, split by layers (pipeline)"
+    assert slow[-1] == "Qwen3-8B, FULL_SHARD", "it sends most"
+    assert fast.index("Qwen3-8B, SHARD_OPTIMIZER") < fast.index("Qwen3-8B, split by layers (pipeline)")
+    assert slow.index("Qwen3-8B, FULL_SHARD, int8 messages") < slow.index("Qwen3-8B, FULL_SHARD")
+    assert allowed("NVIDIA GB10", 0.0) == [], "a link that hung"
+    assert allowed("Some GPU", 1e9) == []
+    assert recommend([rank()], []) == {}
 
 
 # -- faults -------------------------------------------------------------------------------------------------------
@@ -189,3 +314,4 @@ def test_healthy_links_are_measured(hosts: list[str], tmp_path: Path) -> None:
     outcome, codes = examined(hosts, tmp_path)
     assert outcome["healthy"] and codes == [0, 0], outcome["findings"]
     assert [(each["source"], each["target"]) for each in outcome["trial"]["links"]] == [(0, 1), (1, 0)]
+    assert outcome["strategies"]

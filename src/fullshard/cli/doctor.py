@@ -37,6 +37,7 @@ def doctor(
     from fullshard.config.hardware import DetectedDevice, detect_hardware
     from fullshard.launch import cuda
     from fullshard.launch.doctor import examine, judge, try_ranks
+    from fullshard.launch.links import recommend
     from fullshard.launch.report import make_report
     from fullshard.plan.answer import filled
 
@@ -58,29 +59,36 @@ def doctor(
     if not as_json:
         for section, lines in report.items():
             _print(section, lines)
-    trial = None
+    trial, strategies = None, dict[str, str]()
     if run:
         sys.stdout.flush()
         trial = try_ranks(count, device, timeout)
         findings += judge(trial, findings)
+        strategies = recommend(trial.ranks, trial.links)
         if not as_json:
             count = trial.facts.get("world size", count)
             _print(f"trial of {count} rank{'s' if count != 1 else ''}", trial.facts | trial.checks)
+            _print("what these links allow (full training, 4 micro-batches of 2 x 2,048 tokens)", strategies)
     healthy = not any(finding.is_wrong for finding in findings)
     if as_json:
         content = {"report": report, "trial": asdict(trial) if trial else None, "healthy": healthy}
+        content["strategies"] = strategies
         print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=2))
         raise typer.Exit(0 if healthy else UNHEALTHY)
     for finding in findings:
-        kind = "WRONG" if finding.is_wrong else "note"
-        print(filled(f"{kind}: {finding.text}"), filled(f"  hint: {finding.hint}"), sep="\n")
+        print(
+            filled(f"{'WRONG' if finding.is_wrong else 'note'}: {finding.text}"),
+            filled(f"  hint: {finding.hint}"),
+            sep="\n",
+        )
     if healthy:
         print("no problems found" if run else "no problems found without --run")
     raise typer.Exit(0 if healthy else UNHEALTHY)
 
 
 def _print(title: str, lines: dict[str, Any]) -> None:
-    print(f"{title}:")
+    if lines:
+        print(f"{title}:")
     width = max(map(len, lines), default=0)
     for name, value in lines.items():
         print(f"  {name.ljust(width)}  {value}")

@@ -4,9 +4,13 @@ Run this module with three arguments: the path of the file for the outcomes, the
 wait for other ranks. Rank 0 writes the file before every measurement and after every check, so that it shows what hung.
 """
 
+import functools
 import json
 import os
+import re
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +27,7 @@ from fullshard.comm.select import choices_for
 from fullshard.features import ShardedParameter, fully_shard
 from fullshard.launch.device import name_of, synchronize
 from fullshard.launch.environment import (
+    RankEnvironment,
     init_process_group_from_environment,
     rank_device,
     read_rank_environment,
@@ -33,12 +38,14 @@ from fullshard.plan.hardware import GB
 
 _STEPS = 3
 _TOLERANCE = 1e-5
-_NET = Path("/sys/class/net")
+_SYS, _NVIDIA = Path("/sys"), 0x10DE
 
 
 def check_ranks(path: Path, kind: str, timeout: float) -> None:
     """Join the process group, measure links, run the checks, and write the outcomes. All ranks do this together."""
-    device = rank_device(read_rank_environment(), kind)
+    device, log = rank_device(read_rank_environment(), kind), path.with_name(f"nccl{os.getpid()}.log")
+    if device.type == "cuda" and "NCCL_DEBUG" not in os.environ:
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
     environment = init_process_group_from_environment(device, timeout_seconds=timeout)
     chosen = choices_for(dist.group.WORLD, device)[0]
     facts: dict[str, Any] = {
@@ -49,7 +56,7 @@ def check_ranks(path: Path, kind: str, timeout: float) -> None:
         "because": chosen.reason,
         "threads per rank": torch.get_num_threads(),
     }
-    checks, links, ranks = dict[str, str](), list[dict[str, Any]](), _of_all(_facts(device))
+    checks, links, ranks = dict[str, str](), list[dict[str, Any]](), _of_all(_facts(device, environment))
     outcome = {"checks": checks, "facts": facts, "links": links, "ranks": ranks}
 
     def write() -> None:
@@ -69,6 +76,8 @@ def check_ranks(path: Path, kind: str, timeout: float) -> None:
         write()
         links[-1] |= _of_all(_measure(source, target, device) if environment.rank in (source, target) else {})[source]
         facts[f"rank {source} to {target}"] = f"{links[-1]['rate'] / GB:.3g} GB/s"
+    for rank, ways in zip(ranks, _of_all(ways_in(log.read_text() if log.exists() else "")), strict=True):
+        rank["ways"] = ways
     for name, check in (
         ("all-gather and reduce-scatter", lambda: _check_collectives(chosen.collectives, device)),
         ("sharded steps against DDP", lambda: _check_step(device)),
@@ -79,26 +88,45 @@ def check_ranks(path: Path, kind: str, timeout: float) -> None:
     dist.destroy_process_group()
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
-    """Return what this rank knows about its host."""
+def ways_in(log: str) -> list[str]:
+    """Return the kinds of connections that NCCL's log mentions: P2P, SHM, NET/IB, NET/Socket."""
+    return sorted(set(re.findall(r" via (P2P|SHM|NET/\w+)", log)))
+
+
+def _facts(device: torch.device, environment: RankEnvironment) -> dict[str, Any]:
+    """Return what this rank knows about its host: network, RDMA ports, variables, and what nvidia-smi says."""
     master = resolve(os.environ["MASTER_ADDR"], 5)
     with socket.socket(socket.AF_INET6 if ":" in master else socket.AF_INET, socket.SOCK_DGRAM) as route:
         route.connect((master, 9))  # sends nothing
         address = route.getsockname()[0]
-    interface = interface_of(address) or "lo"
+    interface, fabric = interface_of(address) or "lo", {}
+    for port in _SYS.glob("class/infiniband/*/ports/*"):
+        if _number(port / "state") == 4:  # active
+            card = next(port.parents[1].glob("device/net/*"), port)
+            speed, mtu = _number(port / "rate") * GB / 8, _number(card / "mtu")
+            fabric[port.parts[-3]] = {"port": card.name, "speed": speed, "mtu": mtu}
+    slots = [slot for slot in _SYS.glob("bus/pci/devices/*") if _number(slot / "vendor") == _NVIDIA]
+    gpus = [slot for slot in slots if _number(slot / "class") >> 16 == 3]  # displays
+    smi = shutil.which("nvidia-smi") if device.type == "cuda" and environment.local_rank == 0 else None
+    asked = {"topology": ["topo", "-m"], "peers": ["topo", "-p2p", "r"]}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
     return {
         "host": f"{socket.gethostname()} {address}",
         "device": name_of(device),
         "interface": interface,
-        "mtu": _number(_NET / interface / "mtu"),
-        "speed": _number(_NET / interface / "speed") * GB / 8000,
-    }
+        "mtu": _number(_SYS / "class/net" / interface / "mtu"),
+        "speed": _number(_SYS / "class/net" / interface / "speed") * GB / 8000,
+        "fabric": fabric,
+        "lanes": {slot.name: [_number(slot / f"{which}_link_width") for which in ("current", "max")] for slot in gpus},
+        "environ": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+        "ways": [],
+    } | {name: run([smi, *words]).stdout if smi else "" for name, words in asked.items()}
 
 
 def _number(path: Path) -> int:
     """Return the number at the beginning of a file in /sys, or 0 if the kernel does not know it."""
     try:
-        return max(0, int(path.read_text().split()[0]))
+        return max(0, int(path.read_text().split()[0].rstrip(":"), 0))
     except (OSError, ValueError, IndexError):
         return 0
 
