@@ -143,7 +143,8 @@ def test_memory_is_that_of_a_real_rank(
     real = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert real.returncode == 0, real.stderr
     found, said = rehearse(capfd, "--as", f"{ranks}xCPU", "--", "--cpu", *script)
-    most = 0.04 if (kind, ranks) == ("offload", 4) else 0.03  # two of three runs gave 3.1 and 3.2 %
+    # With offload on 4 ranks, the real rank's own peak was 370 to 380 MB, and the rehearsed one 383.
+    most = 0.04 if (kind, ranks) == ("offload", 4) else 0.03
     assert found["peak_allocated"] - _grown(said)[1] == pytest.approx(_grown(real.stdout)[0], rel=most)
 
 
