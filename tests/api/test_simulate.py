@@ -103,11 +103,16 @@ def test_a_configuration_that_transformers_cannot_use_is_told() -> None:
 
 
 def test_models_without_sdpa_and_models_nobody_builds() -> None:
-    """Gemma 2 caps its scores, which only its own attention does; Kimi-K2 is the planner's alone."""
+    """Gemma 2 caps its scores, which only its own attention does; Kimi-K2 has the class of DeepSeek-V3."""
     gemma = {**SMALL, "model_type": "gemma2", "head_dim": 16}
     assert simulate(transformers_model(gemma), Job.of({"seq_len": 16}), world_size=4).differences == []
-    with pytest.raises(ConfigError, match=r"does not support model_type 'kimi_k2'\nhint: update"):
-        transformers_model(MODELS["Kimi-K2"])
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 99}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "n_routed_experts": 8}
+    sizes |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    kimi = {**MODELS["Kimi-K2"], **sizes}
+    assert simulate(transformers_model(kimi), Job.of({"seq_len": 16}), world_size=4).differences == []
+    with pytest.raises(ConfigError, match=r"does not support model_type 'kimi_k9'\nhint: update"):
+        transformers_model({**kimi, "model_type": "kimi_k9", "architectures": None})
     with pytest.raises(ConfigError, match=r"does not support model_type \['llama'\]"):
         transformers_model({"model_type": ["llama"]})
 

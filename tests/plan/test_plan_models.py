@@ -331,6 +331,8 @@ def test_kimi_is_a_deepseek() -> None:
     values = {**MODELS["Kimi-K2"], "num_hidden_layers": 3}
     theirs = meta_model({**values, "model_type": "deepseek_v3"})
     assert from_config(values, where="x")[0].numel == sum(parameter.numel() for parameter in theirs.parameters())
+    for kin in ({**values, "model_type": "brand_new"}, {"model_type": "brand_new_vl", "text_config": values}):
+        assert from_config(kin, where="x")[0].numel == from_config(values, where="x")[0].numel
 
 
 def test_planning_imports_no_torch() -> None:

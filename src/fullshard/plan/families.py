@@ -395,13 +395,22 @@ _OWN_HEAD = ("audioflamingo3", "llama4", "musicflamingo", "qwen2_audio", "vibevo
 """Models of several parts in which the text part has the head and states whether it is tied. In all other models the
 outer file states it."""
 
-_KNOWN_AS = {"kimi_k2": "deepseek_v3"}
-"""Models with their own `model_type` that use the classes of another family."""
+
+def family_of(values: Mapping[str, Any]) -> Any:
+    """Return the `model_type` of a `config.json`, or that of the family whose class the file names.
+
+    Kimi-K2 and others have their own `model_type` and the class of another family.
+    """
+    kind = values.get("model_type")
+    if str(kind) in FAMILIES or is_known_to_transformers(str(kind)):
+        return kind
+    families = {family.replace("_", "") + "forcausallm": family for family in FAMILIES}
+    return families.get("".join(map(str, values.get("architectures") or ())).lower(), kind)
 
 
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
     """Return the shapes that the fields of a `config.json` describe, and notes for the user."""
-    kind, notes = _KNOWN_AS.get(str(values.get("model_type")), values.get("model_type")), []
+    kind, notes = family_of(values), list[str]()
     method = ""
     if quantized := values.get("quantization_config"):
         method = str(quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized)
@@ -415,10 +424,10 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: the file has no model_type", hint="use the model's complete config.json")
     nested = values.get("text_config")
-    if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
-        notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")
+    if kind not in FAMILIES and isinstance(nested, Mapping) and (inner := family_of(nested)) in FAMILIES:
+        notes.append(f"{where}: only the text part ({inner}) of {kind} is planned")
         tied = {} if kind in _OWN_HEAD else {n: v for n, v in values.items() if n == "tie_word_embeddings"}
-        values, kind = {**nested, **tied}, nested["model_type"]
+        values, kind = {**nested, **tied}, inner
     beside: dict[str, Any] = {"published_as": published_as}
     beside["converted_targets"] = tuple(CONVERTED_TARGETS.get(kind, {}).items())
     if kind not in FAMILIES and is_known_to_transformers(kind):

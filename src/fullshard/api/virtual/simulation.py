@@ -32,6 +32,7 @@ from fullshard.features.summary import Sharding
 from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.axes import check_groups, sent_nbytes
+from fullshard.plan.families import family_of
 from fullshard.plan.hardware import DEVICES, Cluster, check_rank
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
@@ -255,7 +256,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
     The model is a causal language model or an encoder-decoder model.
     """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
-    kind_of_model = values.get("model_type")
+    kind_of_model = family_of(values)
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"Transformers {transformers.__version__}, which builds the model, does not support model_type "
@@ -265,7 +266,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
 
     def build() -> nn.Module:
         try:
-            config = transformers.AutoConfig.for_model(**as_numbers(values))
+            config = transformers.AutoConfig.for_model(**as_numbers({**values, "model_type": kind_of_model}))
             config.use_cache = False
             if not config.is_encoder_decoder:
                 kind = transformers.AutoModelForCausalLM
