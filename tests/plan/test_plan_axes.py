@@ -278,8 +278,7 @@ def test_auto_divides_what_is_long() -> None:
     best = search(model, job, cluster, fixed=fixed)[0]
     assert best.job.shared_by == 8
     assert best.job.accumulation * best.job.micro_batch == 8  # as many sequences per step
-    with pytest.raises(ConfigError, match="no plan fits"):
-        search(model, job, cluster, fixed={*fixed, "cp", "sp"})
+    assert search(model, job, cluster, fixed={*fixed, "cp", "sp"}) == []
 
 
 def test_auto_divides_experts() -> None:
@@ -288,8 +287,7 @@ def test_auto_divides_experts() -> None:
     fixed = {*AUTO, "strategy", "optimizer", "offload", "offload_main_weights", "offload_optimizer_state"}
     best = search(model, job, cluster, fixed=fixed)[0]
     assert best.job.ep > 1 == best.job.shared_by
-    with pytest.raises(ConfigError, match="no plan fits"):
-        search(model, job, cluster, fixed={*fixed, "ep"})
+    assert search(model, job, cluster, fixed={*fixed, "ep"}) == []
 
 
 def test_alternatives_are_commands() -> None:

@@ -129,8 +129,7 @@ def test_no_host_is_overfull() -> None:
     found = search(big, Job.of({}), cluster)
     assert found[0].setting.on_host
     assert all(plan.host_needed <= MARGIN * cluster.device.host_memory for plan in found)
-    with pytest.raises(ConfigError, match="no plan fits"):
-        search(load_model("Llama-3.1-8B")[0], Job.of({}), parse_cluster("4xRTX3090"))
+    assert search(load_model("Llama-3.1-8B")[0], Job.of({}), parse_cluster("4xRTX3090")) == []
 
 
 DIVIDED: dict[str, tuple[str, str, int]] = {
@@ -259,8 +258,7 @@ def test_the_margin() -> None:
     cluster = parse_cluster("2xA10G")
     tight, loose = (search(model, Job.of({}), cluster, margin=margin)[0] for margin in (0.4, 1.0))
     assert tight.memory.needed <= 0.4 * cluster.device.memory < loose.memory.needed
-    with pytest.raises(ConfigError, match=r"but only 2% of the memory may be used \(--margin\)"):
-        search(model, Job.of({}), cluster, margin=0.02)
+    assert search(model, Job.of({}), cluster, margin=0.02) == []
 
 
 @pytest.mark.parametrize(

@@ -125,14 +125,16 @@ def plan(
 
     about: dict[str, Any] = {"hosts": hosts, "config": config, "host_memory": host_memory}
     answer = ask(model, devices, given_settings(context, settings), auto=auto, margin=margin, price=price, **about)
-    if write is not None:
+    if write is not None and answer.fits:
         _write(answer.plan, write, config, model, str(devices), overwrite=overwrite)
     if as_json:
         typer.echo(json.dumps(answer.values(), indent=2))
     else:
         typer.echo(answer.text())
         _print_details(answer) if details else _name_details(answer)
-    if not answer.plan.fits:
+    if not answer.fits:
+        if write is not None:
+            typer.echo(f"{write} was not written because the plan {answer.plan.verdict}", err=True)
         raise typer.Exit(DOES_NOT_FIT)
 
 
@@ -164,10 +166,6 @@ def _write(plan: Plan, path: Path, planned: Path | None, model: str, devices: st
     """Write the recipe of the planned run. Settings in the file `planned` that a plan does not cover are kept."""
     from fullshard.plan.recipe import as_recipe
 
-    if not plan.fits:
-        raise ConfigError(
-            f"{path} was not written because the plan {plan.verdict}", hint="change the plan, or use --auto"
-        )
     settings = {} if planned is None else resolve([load_file(planned)]).settings
     kept = {name: setting.value for name, setting in settings.items()}
     text = as_recipe(plan, model, devices, path.name, kept)

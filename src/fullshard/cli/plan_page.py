@@ -75,7 +75,7 @@ def page() -> Any:
                 text = f"{type(error).__name__}: {error}".replace(f"{Path(words[1]).parent}/" if words[1] else "\0", "")
                 return text, *([hidden] * 4), gradio.update(value="")
             text, path = "", Path(files.name, f"{answer.plan.model.name}.yaml")
-            if answer.plan.fits:
+            if answer.fits:
                 text = as_recipe(answer.plan, shown, str(words[2]), path.name)
                 path.write_text(text, encoding="utf-8")
             run = continued("", launch_command(answer.plan)).strip()

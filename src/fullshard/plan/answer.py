@@ -63,7 +63,7 @@ def launch_command(plan: Plan) -> str:
     return shlex.join([*words, "SCRIPT.py"])
 
 
-def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion) -> str:
+def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion, *, fits: bool) -> str:
     """Return the answer as lines of at most 80 columns. Commands are continued with a backslash."""
     lines = [*map(filled, (_headline(plan), _verdict(plan), _speed(plan)))]
     if said := _host(plan):
@@ -73,7 +73,7 @@ def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion) -> st
         lines.append(
             f"cost: {plan.cost_of(question.price):,.0f} per billion tokens, at {question.price:g} per {kind}-hour"
         )
-    if plan.fits:
+    if fits:
         lines += [continued("run:", launch_command(plan)), filled(f"the script must use {for_the_script(plan.job)}")]
     elif changes:
         lines.append("what would make it fit, cheapest first:")

@@ -16,7 +16,7 @@ from fullshard.plan.hardware import Cluster, parse_cluster, split_devices
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.report import as_dict
-from fullshard.plan.search import pareto, search
+from fullshard.plan.search import closest, pareto, search
 from fullshard.plan.shapes import ModelShape
 
 
@@ -24,11 +24,13 @@ from fullshard.plan.shapes import ModelShape
 class Answer:
     """Hold the planner's answer to a question: the plan, and what would make it fit if it does not.
 
-    `front` holds the plans that --auto proposes, the fastest first, or nothing without --auto.
+    `fits` is whether the plan fits, with --auto into the part of the memory that it may fill. `front` holds the plans
+    that --auto proposes, the fastest first, or nothing without --auto.
     """
 
     question: PlanQuestion
     plan: Plan
+    fits: bool
     changes: list[Change]
     front: list[Plan]
     notes: list[str]
@@ -36,7 +38,7 @@ class Answer:
     def text(self) -> str:
         """Return the lines that answer the question."""
         notes = [filled(f"note: {note}") for note in self.notes]
-        return "\n".join([as_text(self.plan, self.changes, self.question), *notes])
+        return "\n".join([as_text(self.plan, self.changes, self.question, fits=self.fits), *notes])
 
     def values(self) -> dict[str, Any]:
         """Return all figures for JSON."""
@@ -70,15 +72,22 @@ def ask(
         auto = True
         del given["strategy"]
     job, cluster, more = _question(given, devices, hosts, config, host_memory)
-    asked = {name: getattr(job, name) for name in Job.model_fields if name in given}
     if job.precision == "fp8":
         more.append("fp8 is planned as bf16: products and gathers in 8 bits are not in the figures")
     front: list[Plan] = []
     if auto:
         fixed = given.keys() - {"micro_batch", "accumulation"}
         front = pareto(search(described, job, cluster, fixed=fixed, margin=part))
+        if not front:
+            least = {name: value for name, value in closest(job, fixed).items() if value != getattr(job, name)}
+            given, job = given | least, Job.of(job.model_dump() | least)
+            more.append(
+                f"no plan fits into {part:.0%} of the memory (--margin); this one is shown because it needs little"
+            )
     chosen = front[0] if front else evaluate(described, job, cluster)
-    changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
+    fits = chosen.is_within(part if auto else 1.0)
+    changes = [] if fits else changes_that_fit(chosen, margin=part)
+    asked = {name: getattr(job, name) for name in Job.model_fields if name in given}
     options = {
         "--model": model,
         "--devices": devices,
@@ -86,7 +95,7 @@ def ask(
         "--config": config,
         "--host-memory": host_memory and f"{host_memory / GIB:.12g}GiB",
     }
-    return Answer(PlanQuestion(options, asked, price), chosen, changes, front, notes + more)
+    return Answer(PlanQuestion(options, asked, price), chosen, fits, changes, front, notes + more)
 
 
 def _within_positions(model: ModelShape, given: dict[str, Any]) -> list[str]:

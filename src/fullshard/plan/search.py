@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fullshard.core.errors import ConfigError
-from fullshard.core.sizes import GIB, format_nbytes
+from fullshard.core.sizes import GIB
 from fullshard.core.strategy import STRATEGIES, parse_strategy
-from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
+from fullshard.plan.evaluate import MARGIN, Plan, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import KEEP_WHAT_FITS, Job
 from fullshard.plan.shapes import ModelShape, UnitShape
@@ -68,6 +68,8 @@ def search(
     model: ModelShape, job: Job, cluster: Cluster, *, fixed: Collection[str] = (), margin: float = MARGIN
 ) -> list[Plan]:
     """Return the plans that need at most the fraction `margin` of a device's and a host's memory, the best first.
+
+    The result is empty if no plan does.
 
     The search only proposes plans that this engine can run. For example, it does not combine selective checkpointing
     with compilation. The number of sequences per optimizer step stays that of `job` if it is divisible by the
@@ -137,9 +139,7 @@ class _Search:
             return True
         if not self._cluster.device.can_offload:
             return False
-        least = {"strategy": "FULL_SHARD", "shard_size": None, "checkpointing": "full", "micro_batch": 1}
-        way = {key: value for key, value in least.items() if key not in self._fixed}
-        candidate = self._candidate(way, frozenset({name}))
+        candidate = self._candidate(closest(self._job, self._fixed), frozenset({name}))
         return candidate is None or self._host_may_fit(candidate)
 
     def plans(self) -> list[Plan]:
@@ -171,7 +171,7 @@ class _Search:
             self._divides = True
             return self.plans()
         if not found:
-            raise _nothing_fits(self._model, self._job, self._cluster, self._margin)
+            return []
         found += self._smaller(waiting, min(plan.memory.needed for plan in found))
         found.sort(key=_best_first)
         return sorted([*found, *self._tuned(found[:3])], key=_best_first)
@@ -368,16 +368,12 @@ def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[
             yield from ({"strategy": strategy, "shard_size": size} for size in useful)
 
 
-def _nothing_fits(model: ModelShape, job: Job, cluster: Cluster, margin: float) -> ConfigError:
-    least = {"strategy": "FULL_SHARD", "shard_size": None, "checkpointing": "full", "micro_batch": 1}
-    closest = evaluate(model, job.model_copy(update=least), cluster)
-    changes = changes_that_fit(closest, margin=margin)
-    needs = f"{format_nbytes(closest.memory.needed)} of {format_nbytes(cluster.device.memory)}"
-    return ConfigError(
-        f"no plan fits: {model.name} on {cluster} needs {needs} per {cluster.device.name}, "
-        f"but only {margin:.0%} of the memory may be used (--margin)",
-        hint=" or ".join(change.words for change in changes) or "use more or larger devices",
-    )
+def closest(job: Job, fixed: Collection[str]) -> dict[str, Any]:
+    """Return the settings that need the least memory without any of `_SAVING`, except the fields in `fixed`."""
+    strategy = "HYBRID_SHARD" if "shard_size" in fixed else "FULL_SHARD"
+    least: dict[str, Any] = {"strategy": strategy, "shard_size": None, "checkpointing": "full", "micro_batch": 1}
+    least["accumulation"] = job.accumulation * job.micro_batch
+    return {name: value for name, value in least.items() if name not in fixed}
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
