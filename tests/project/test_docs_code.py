@@ -77,6 +77,12 @@ def split(name, module, mesh):
 BEFORE: dict[str, list[str]] = {
     "README.md": ["", OPTIMIZER],
     "docs/checkpoints.md": [SHARDED + "engine = types.SimpleNamespace(load_weights=list)\n"],
+    "docs/howto/from-accelerate.md": [""],
+    "docs/howto/from-deepspeed.md": [OPTIMIZER],
+    "docs/howto/hf-weights.md": [LLAMA + "shard_model(model, unit_modules=list(model.model.layers))\n", ""],
+    "docs/howto/own-loop.md": [""],
+    "docs/howto/resume.md": ["accelerator = Accelerator()\n" + OPTIMIZER],
+    "docs/howto/trackers.md": [""],
     "docs/launch.md": [
         SHARDED,
         "accelerator = Accelerator()\n" + PREPARED + "save_checkpoint(directory + '/step-2', model=model, "
@@ -131,7 +137,7 @@ BEFORE: dict[str, list[str]] = {
     "docs/tracking.md": ["", ""],
     "docs/trainer.md": [""],
 }
-TOGETHER = ("docs/torchacc.md",)
+TOGETHER = ("docs/howto/hf-weights.md", "docs/torchacc.md")
 """Pages of which a block needs those before it."""
 RANKS = {"docs/long_context.md": 2, "docs/tensor_parallelism.md": 2, "docs/torchacc.md": 2}
 HERE = {
@@ -144,6 +150,7 @@ HERE = {
 }
 """What a page says of many GPUs and of packages that tests do without, for the ranks of this test."""
 ELSEWHERE = {
+    "docs/howto/keep-fp32.md": "test_docs_howto.py",
     "docs/tour.md": "test_tour.py",
     "docs/tutorials/your-loop.md": "below",
     "docs/tutorials/first-run.md": "test_docs_pages.py, test_the_first_run",

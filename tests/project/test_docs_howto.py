@@ -1,0 +1,139 @@
+"""The pages of docs/howto/: short, the answer first, and what they show is what the commands print.
+
+pytest tests/project/test_docs_howto.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fullshard.cli.main import app
+from tests.distributed import run_ranks
+from tests.project.test_docs_code import WORLD
+from tests.project.test_docs_pages import BLOCK, DOCS, blocks
+
+FOLDER = DOCS / "howto"
+QUESTIONS = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
+NAMES = [path.stem for path in QUESTIONS]
+FILES = {
+    "fsdp.yaml": """compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+use_cpu: false
+""",
+    "ds.json": """{
+  "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 2,
+  "gradient_clipping": 1.0,
+  "bf16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 3,
+    "overlap_comm": true,
+    "offload_optimizer": {"device": "none"}
+  }
+}
+""",
+}
+"""Files that people bring from Accelerate and DeepSpeed."""
+
+
+def _sentences(text: str) -> list[str]:
+    """The sentences of a page, without code, tables and the targets of links."""
+    text = re.sub(r"`[^`\n]*`", "X", BLOCK.sub("\n\n", text))
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"^(?:#|\|).*$", "\n", text, flags=re.MULTILINE))
+    items = re.split(r"\n\s*\n|^\s*\* ", text, flags=re.MULTILINE)
+    return [sentence for item in items for sentence in re.split(r"(?<=[.:?!])\s+", " ".join(item.split()))]
+
+
+@pytest.mark.parametrize("page", QUESTIONS, ids=NAMES)
+def test_a_page_is_short_and_begins_with_the_answer(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert 150 <= len(re.findall(r"[\w'-]+", BLOCK.sub("", text))) <= 350
+    title, _, answer, *_ = re.split(r"(\n\n)", text.replace("\n\n```", "\n\n\x00```"), maxsplit=2)
+    assert title.startswith("# ") and len(_sentences(answer)) == 2, _sentences(answer)
+    assert text[: text.index("```")].count("\n") <= 8, "the first command is not on the first screen"
+    assert re.findall(r"^## (Check|Limits)$", text, re.MULTILINE) == ["Check", "Limits"]
+    assert "\nReference: [" in text[text.index("## Limits") :]
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda path: path.stem)
+def test_sentences_are_short(page: Path) -> None:
+    assert [line for line in _sentences(page.read_text(encoding="utf-8")) if len(line.split()) > 30] == []
+
+
+def test_the_index_lists_every_page() -> None:
+    text = (FOLDER / "index.md").read_text(encoding="utf-8")
+    titles = [(path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "), path.name) for path in QUESTIONS]
+    assert sorted(re.findall(r"^\* \[(.+)\]\((.+)\)$", text, re.MULTILINE)) == sorted(titles)
+
+
+def _shown(page: Path) -> Iterator[tuple[str, list[str], str]]:
+    """The plans and checks of a page whose output follows, each with that output."""
+    for (_, code), (language, output) in itertools.pairwise(BLOCK.findall(page.read_text(encoding="utf-8"))):
+        words = shlex.split(code, comments=True)
+        if language == "text" and words[:2] in (["fullshard", "plan"], ["fullshard", "config"]):
+            yield page.stem, words[1:], output
+
+
+SHOWN = [one for page in QUESTIONS for one in _shown(page)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("page", "words", "shown"), SHOWN, ids=[f"{page}-{words[0]}" for page, words, _ in SHOWN])
+def test_the_output_is_what_the_command_prints(
+    page: str, words: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    result = CliRunner().invoke(app, words)
+    assert shown in result.output, result.output
+
+
+def _dtypes() -> None:
+    """Run both blocks of the page on a model whose layers have a router, and then one forward."""
+    code = WORLD + (
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.router, self.up = nn.Linear(8, 8), nn.Linear(8, 8)\n"
+        "    def forward(self, hidden):\n"
+        "        return self.up(hidden * self.router(hidden))\n"
+        "model = nn.Sequential(Block(), Block())\n"
+        "model.layers = list(model)\n"
+    )
+    page = FOLDER / "keep-fp32.md"
+    code += "\n".join(blocks(page, "python")) + "model(batch)\n"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "keep-fp32.md", "exec"), {"__name__": "block"})
+    assert [printed.getvalue()] == list(blocks(page, "text"))
+
+
+def test_a_module_computes_in_float32() -> None:
+    run_ranks(_dtypes, 1)
