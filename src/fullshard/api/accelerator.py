@@ -226,8 +226,6 @@ class Accelerator(Loaders, Reporting):
     optimizer_step_was_skipped: bool = forwarded("_optimizers", lambda own: any(each.step_was_skipped for each in own))
     """True if any optimizer skipped its last step due to an overflow in fp16 or a non-finite gradient."""
 
-    # -- prepare ------------------------------------------------------------------------------------------------
-
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """Shard models, and adapt the other objects to them. Objects may be passed in any order and in several calls.
 
@@ -372,8 +370,6 @@ class Accelerator(Loaders, Reporting):
             )
         return prepared
 
-    # -- a training step ----------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Run one micro-batch within the block.
@@ -497,8 +493,6 @@ class Accelerator(Loaders, Reporting):
             remove_autocast(inner)
         return model if keep_torch_compile else inner
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects. Return one None per argument, so that callers can overwrite their references."""
         vars(self).update(self._nothing_prepared())
@@ -523,8 +517,6 @@ class Accelerator(Loaders, Reporting):
             self.wait_for_everyone()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-
-    # -- inside -------------------------------------------------------------------------------------------------
 
     def _configured(self) -> RunConfig:
         """Return the configuration with the plugin's current values, because scripts can change them at any time."""

@@ -21,15 +21,10 @@ from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this fil
 from fullshard.core.imports import Replaced
 from fullshard.features.dtensor_ops.torch_private import written as written
 
-# -- compiled code ----------------------------------------------------------------------------------------------
-
 
 def inside_compiled(module: nn.Module) -> nn.Module:
     """Return the original module if `module` is a wrapper of `torch.compile`, otherwise `module`. Since torch 2.0."""
     return getattr(module, "_orig_mod", module)
-
-
-# -- modules, optimizers, loaders -------------------------------------------------------------------------------
 
 
 def steps_of(scheduler: Any) -> int:
@@ -48,8 +43,6 @@ classes_to_wrap: Callable[[Any], Iterable[type[nn.Module]]] = attrgetter("_modul
 wrap_function: Callable[[Any], Callable[[nn.Module], Any]] = attrgetter("_lambda_fn")
 """The function of torch's `CustomPolicy`. Since torch 2.1."""
 
-
-# -- a device that is not there ---------------------------------------------------------------------------------
 
 DispatchMode = _python_dispatch.TorchDispatchMode
 """A base class for contexts that intercept every operation. Since torch 2.0."""
@@ -116,8 +109,6 @@ def attend(
         mixed = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, 0.0, mask is None)[0]
     return mixed
 
-
-# -- a job whose other ranks are not there ----------------------------------------------------------------------
 
 groups_made = Replaced.of(distributed_c10d, "_new_process_group_helper")
 """Creates every process group. A rehearsal replaces it, because no other place can give a script that asks for NCCL or

@@ -39,8 +39,6 @@ The others are the dictionaries of a module, which all libraries read and torch 
 object into a module without the hooks that `setattr` calls."""
 
 
-# -- autograd ---------------------------------------------------------------------------------------------------
-
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the innermost backward in progress, or -1 outside backward. Without it, a forward could not find out
 whether it is a recomputation. Since torch 2.0."""
@@ -103,8 +101,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the backward in progress, to reduce the remaining gradients. Since torch 2.0."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-
-# -- tensors of another kind ------------------------------------------------------------------------------------
 
 Kernel = OpOverload
 """The type of the kernel that `__torch_dispatch__` receives. Since torch 2.0."""
@@ -180,8 +176,6 @@ def is_view(kernel: Kernel) -> bool:
     return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
 
 
-# -- compiled code ----------------------------------------------------------------------------------------------
-
 MANAGED = "_is_fsdp_managed_module"
 """An attribute of every module in a sharded model. It makes the compiler read the parameters at each call instead of
 using those from compilation. Since torch 2.0."""
@@ -207,9 +201,6 @@ def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -
     hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"  # type: ignore[attr-defined]
 
 
-# -- modules, optimizers, loaders -------------------------------------------------------------------------------
-
-
 INIT_GROUP = "_init_group"
 """The method in which torch's optimizers list the tensors of a group, replaced to list plain tensors. If torch renamed
 it, optimizers would update sharded tensors, with the same result but more slowly. Since torch 2.0."""
@@ -232,8 +223,6 @@ def allow_foreach(kind: type[torch.Tensor]) -> None:
         if kind not in kinds:
             kinds.append(kind)
 
-
-# -- processes --------------------------------------------------------------------------------------------------
 
 default_store = _get_default_store
 """The store of `init_process_group`, through which ranks communicate when they are out of step. Since torch 2.0."""

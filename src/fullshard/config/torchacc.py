@@ -58,9 +58,6 @@ def _annotates(_value: Any) -> Settings:
     return {}
 
 
-# -- fields -----------------------------------------------------------------------------------------------------------
-
-
 def _as_set(value: object) -> object:
     if isinstance(value, str | list | tuple):
         raise ConfigError(

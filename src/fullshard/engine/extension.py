@@ -54,8 +54,6 @@ class Extension:
         """
         return model.extensions.find(cls)
 
-    # -- a model ------------------------------------------------------------------------------------------------
-
     def assembled(self) -> None:
         """Run when the units of the model are known. Run again if a model that contains it is sharded."""
 
@@ -81,8 +79,6 @@ class Extension:
 
     def loaded(self, unit: Unit) -> None:
         """Run when `load_state_dict` is about to load the parameters of a unit."""
-
-    # -- forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
         """Run before a forward of the model begins. Every unit must have its buckets when this returns."""
@@ -113,8 +109,6 @@ class Extension:
 
     def forward_ends(self, *, failed: bool) -> None:
         """Run at the end of a forward of the model. `failed` is set if an error or an interrupt ended it."""
-
-    # -- backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
         """Run when backward reaches the model. Raise an error to prevent the backward.
@@ -162,8 +156,6 @@ class Extension:
             used: for each reduced bucket, a flag per parameter, which is set if any rank used the parameter.
         """
 
-    # -- optimizer ----------------------------------------------------------------------------------------------
-
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Run before an optimizer first uses the parameters of the model. Raise an error to reject it."""
 
@@ -172,8 +164,6 @@ class Extension:
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Run before an optimizer updates these buckets. Their gradients are final."""
-
-    # -- whole model --------------------------------------------------------------------------------------------
 
     def before_save(self) -> None:
         """Run before all ranks save the model."""

@@ -47,8 +47,6 @@ class ParameterKind:
         """Return the name of the storage form (`core.forms`) of a parameter, or "" if it is stored as numbers."""
         return ""
 
-    # -- before parameters are sharded --------------------------------------------------------------------------
-
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
         """Turn all tensors that must be sharded into parameters, before the model is divided into units.
 
@@ -73,8 +71,6 @@ class ParameterKind:
 
     def place(self, module: nn.Module, device: torch.device) -> None:
         """Move tensors that belong to a module's parameters, but are not parameters themselves, to the device."""
-
-    # -- a parameter's memory -----------------------------------------------------------------------------------
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the plain tensor of a parameter, which is what this rank shards. It is detached from autograd."""
@@ -117,8 +113,6 @@ class ParameterKind:
         """Return a copy of this rank's part of a parameter that shares a unit with parameters on the meta device."""
         own = self.plain(parameter).reshape(-1)[spec.interval.start : spec.interval.stop]
         return own.to(spec.mesh.device, copy=True)
-
-    # -- while it is sharded ------------------------------------------------------------------------------------
 
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings

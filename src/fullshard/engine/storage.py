@@ -30,8 +30,6 @@ class Storage:
         """Return whether shards may be on this device, although it is not the compute device."""
         return False
 
-    # -- a bucket -----------------------------------------------------------------------------------------------
-
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
         """Allocate zeros for this rank's part of a bucket: shape (S,), or the bytes of a storage form."""
         return torch.zeros(bucket.plan.main_numel, dtype=bucket.dtype, device=bucket.mesh.device)
@@ -49,8 +47,6 @@ class Storage:
     def take_gradient(self, bucket: Bucket, reduced: Work, nbytes: int) -> Work:
         """Move a reduced gradient to the device of `main`. This is called only if it is not the compute device."""
         return reduced
-
-    # -- a step -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Wait until no copy operation is reading shards, so that they may change."""

@@ -90,8 +90,6 @@ class Unit(UnitParameters):
         """Register hooks that collect the gradients of `bucket`."""
         self._gradient_hooks.watch(self, bucket)
 
-    # -- hooks --------------------------------------------------------------------------------------------------
-
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of one of the unit's modules with the hooks that run around the module's forward.
 
@@ -261,8 +259,6 @@ class Unit(UnitParameters):
         if self.reshard_after_backward:
             self.reshard()
         self.rest()
-
-    # -- after a failure ----------------------------------------------------------------------------------------
 
     def abandon_forward(self) -> None:
         """Return to rest after a forward that ended without its hooks. Keep gradients collected earlier."""

@@ -125,8 +125,6 @@ class UnitParameters:
         place = torch_private.storage_id(plain.untyped_storage())
         return any(place in bucket.storage_ids and not bucket.shares_main for bucket in self.buckets)
 
-    # -- lifecycle ----------------------------------------------------------------------------------------------
-
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gathers of the unit if its parameters are sharded.
 

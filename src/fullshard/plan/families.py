@@ -270,9 +270,6 @@ def _gpt2(fields: Fields) -> ModelShape:
     return _model(fields, units, [*root, *_norm("transformer.ln_f", hidden, bias=True)], hidden, tied=True)
 
 
-# -- weights of common modules ------------------------------------------------------------------------------------
-
-
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> _Weights:
     """Return the weights of a linear layer. GPT-2's `Conv1D` has a transposed weight, with `inputs` as its last dim."""
     weights = [ParameterShape(f"{name}.weight", (outputs, inputs), role="matrix")]
@@ -307,8 +304,6 @@ def _model(
     around = UnitShape("", tuple(root))
     return ModelShape("", (*units, around), vocab, hidden, tied, capped_logits=capped_logits)
 
-
-# -- the families -------------------------------------------------------------------------------------------------
 
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")

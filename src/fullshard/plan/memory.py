@@ -252,8 +252,6 @@ class _Ledger:
                 return self._optimizer_step()
         return [self.nbytes]
 
-    # -- forward and backward -----------------------------------------------------------------------------------
-
     def _end_forward(self, unit: UnitLayout) -> list[dict[str, int]]:
         if unit is self.root:
             self.now["logits"] += self.logits.forward
@@ -333,8 +331,6 @@ class _Ledger:
             if layer is not None:
                 self.now["activations"] -= layer.kept + layer.recomputed
             self.backward_of = None
-
-    # -- gradients ----------------------------------------------------------------------------------------------
 
     def _launch(self, unit: UnitLayout) -> list[dict[str, int]]:
         moments = []
@@ -488,9 +484,6 @@ class _Ledger:
         for name, nbytes in extra.items():
             fullest[name] = fullest.get(name, 0) + nbytes
         return [fullest, self.nbytes]
-
-
-# -- around the step ----------------------------------------------------------------------------------------------
 
 
 def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:

@@ -148,8 +148,6 @@ class VirtualDevice(torch_private.DispatchMode):
         if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
             self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
 
-    # -- operations ---------------------------------------------------------------------------------------------
-
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         named = named or {}
         if self._imagined or any(map(torch_private.is_for_shapes, types)):  # torch asks for a shape only
@@ -202,8 +200,6 @@ class VirtualDevice(torch_private.DispatchMode):
         task = self.clock.launch(self.current.queue, name, resource, work, latency)
         task.phase = self.phase
         return task
-
-    # -- memory -------------------------------------------------------------------------------------------------
 
     def _note(self, tensor: torch.Tensor, given: Any) -> None:
         if not tensor.is_meta:

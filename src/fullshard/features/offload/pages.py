@@ -67,8 +67,6 @@ class Pages:
         storages = (unit.storage for unit in units if isinstance(unit.storage, HostStorage))
         return next((cls(units, storage.host) for storage in storages if storage.offload.activations), None)
 
-    # -- forward ------------------------------------------------------------------------------------------------
-
     def begin(self, *, ahead: bool) -> None:
         """Start to record pages in a forward of the model.
 
@@ -128,8 +126,6 @@ class Pages:
                 block.on_device = None
             self._leaving = self._wanted = None  # later uses of that page must fetch it again
 
-    # -- hooks for autograd -------------------------------------------------------------------------------------
-
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         if self.page is None or not self._may_move(tensor):
             # Detach a tensor created by the graph; otherwise, it would form a cycle that is never freed.
@@ -174,8 +170,6 @@ class Pages:
         self.want(block.page)
         assert block.on_device is not None  # noqa: S101 -- its page was wanted
         return view.of_storage(block.on_device.untyped_storage())
-
-    # -- backward -----------------------------------------------------------------------------------------------
 
     def want(self, page: Page) -> None:
         """Wait for the page that backward needs now, and start to copy the page that it needs next."""

@@ -149,8 +149,6 @@ class Stepper:
         held = [] if optimizer is None else sharded_parameters(optimizer)
         return next((p.name for p in held if id(p) in parameters), None)
 
-    # -- in backward --------------------------------------------------------------------------------------------
-
     def begin(self, model: Schedule) -> bool:
         """Prepare for a backward pass, and return whether the optimizer will step during it."""
         optimizer = self._optimizer()
@@ -225,8 +223,6 @@ class Stepper:
             parameter.grad, parameter.used_up_by = None, _NAME
         bucket.gradient.unsharded.used_up_by = _NAME
         return True
-
-    # -- after it -----------------------------------------------------------------------------------------------
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make gradients readable again after `step()`. Refuse a closure or options that changed since backward."""

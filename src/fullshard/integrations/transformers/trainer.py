@@ -284,8 +284,6 @@ class ShardedTraining:
             self.accelerator._data_parallel_size,
         )
 
-    # -- saving -------------------------------------------------------------------------------------------------
-
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the tokenizer and the model, or a PEFT model's adapters. All ranks must call this.
 
@@ -364,8 +362,6 @@ class ShardedTraining:
             return True
         # Weights that Transformers stores and computes with in different forms cannot be read in slices.
         return not checkpoint.is_exported_as_it_is(self.model)
-
-    # -- loading ------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         model = self.model if model is None else model
