@@ -220,6 +220,7 @@ def test_more_devices_are_a_command(words: tuple[str, ...]) -> None:
     done = run("-m", "Llama-2-7B", *words, "--no-forward-prefetch", "--seq-len", "4k")
     lines = done.stdout.replace(" \\\n    ", " ").splitlines()
     command = next(after for line, after in itertools.pairwise(lines) if " x A100-80 in " in line and line[0] == "*")
+    assert [line for line in lines if line[0] == "*"][-1] == lines[lines.index(command) - 1]  # the user has one device
     again = run(*shlex.split(command)[2:], "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["devices"]["count"] > 1

@@ -76,9 +76,10 @@ def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion, *, fi
     if fits:
         lines += [continued("run:", launch_command(plan)), filled(f"the script must use {for_the_script(plan.job)}")]
     elif changes:
-        lines.append("what would make it fit, cheapest first:")
-        for change in changes[:3]:
-            needs = f"{change.plan.memory.needed / GIB:.1f} GiB, {change.cost:.2f} times the time per token"
+        lines.append("what would make it fit, cheapest first, more devices last:")
+        for change in changes:
+            time = "time" if change.plan.cluster.count == plan.cluster.count else "device time"
+            needs = f"{change.plan.memory.needed / GIB:.1f} GiB, {change.cost:.2f} times the {time} per token"
             lines += [filled(f"* {change.words}: {needs}"), continued(" ", question.with_change(change, plan))]
     else:
         lines.append("no change of settings makes it fit: use a smaller model, or devices with more memory")

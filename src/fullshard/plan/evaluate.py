@@ -339,21 +339,21 @@ class Change:
 
     words: str
     plan: Plan
-    cost: float  # the factor by which the change multiplies the time per token. Below 1, training becomes faster.
+    cost: float  # the factor by which the change multiplies the device time per token; below 1, training is cheaper
 
 
 _FEW = 3
-"""The number of changes below which pairs are tried."""
+"""The number of changes that are returned, and below which pairs are tried."""
 
 _Offer = tuple[str, dict[str, Any]]
 """A change, described in words and as settings."""
 
 
-def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
+def changes_that_fit(plan: Plan, *, most: int = _FEW, margin: float = MARGIN) -> list[Change]:
     """Return the cheapest changes that make `plan` fit into the fraction `margin` of its device's memory.
 
     Each result changes a single setting, or two if few single changes are enough. The same parameters are trained as
-    before. If no such change is enough, adapters are proposed.
+    before. If no such change is enough, adapters are proposed. At most the last result needs more devices.
     """
 
     def fitting(offers: Iterable[_Offer]) -> list[Change]:
@@ -393,7 +393,10 @@ def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> li
         )
         found = fitting([same]) or _with_more_devices(plan, margin, *same) + fitting(others)
         found = found or [change for offer in others for change in _with_more_devices(plan, margin, *offer)]
-    return sorted(found, key=lambda change: change.cost)[:most]
+    found.sort(key=lambda change: change.cost)
+    here = [change for change in found if change.plan.cluster.count == plan.cluster.count]
+    more = [change for change in found if change not in here][:1]
+    return [*here[: most - len(more)], *more]
 
 
 def _changes(plan: Plan) -> list[_Offer]:
@@ -412,7 +415,10 @@ def _changes(plan: Plan) -> list[_Offer]:
     offers: list[tuple[str, dict[str, Any], bool]] = [
         *(
             (f"{how} (--{axis} {most} --accumulation {times})", {axis: most, "accumulation": times}, not is_divided)
-            for axis, how in (("cp", "a part of each sequence per rank"), ("sp", "a part, then heads of each sequence"))
+            for axis, how in (
+                ("cp", "a part of each sequence per rank"),
+                ("sp", "parts of sequences, then heads in attention"),
+            )
         ),
         (
             f"experts on different ranks (--ep {most})",
