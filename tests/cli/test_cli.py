@@ -228,7 +228,7 @@ def test_a_mistake_in_a_file_of_sft_is_found_there_before_anything_starts(
 
 
 def test_the_help_of_sft_has_its_flags() -> None:
-    told = CliRunner().invoke(app, ["sft", "--help"]).output
+    told = CliRunner().invoke(app, ["sft", "--help-all"]).output
     assert all(flag in told for flag in ("--use_peft", "reentrant form of", "--per_device_train_batch_size"))
 
 

@@ -23,12 +23,7 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Merge a LoRA adapter into its base model. Memory holds one layer and the adapter, whatever the model's size."""
-    from fullshard.checkpoint.offline import open_merged, write_weights
-    from fullshard.checkpoint.weight_files import model_directory
+    from fullshard.checkpoint.offline.merged import write_merged
 
-    with open_merged(model_directory(base), adapter) as (merged, configuration):
-        write_weights(
-            merged, output, dtype=dtype, max_shard_size=max_shard_size, config_from=configuration, needs_config=True,
-            overwrite=overwrite,
-        )  # fmt: skip
+    write_merged(base, adapter, output, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
     typer.echo(f"wrote {output}")

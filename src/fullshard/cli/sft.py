@@ -21,23 +21,16 @@ _USAGE = """fullshard sft [-n N] --model_name_or_path M --dataset_name D ...
 Fine-tune a model on chats or texts: all weights, LoRA (--use_peft), or LoRA on
 a quantised model (--load_in_4bit, or --quantize nf4). RUN.yaml holds the same
 names, and fullshard's sections (launch, sharding, ...), or is a recipe that
-`fullshard plan --write` has written. --num_processes (-n), --config_file,
---quantize, --max_restarts, --grace_period and --timeout are those
-of `fullshard launch`; its other flags go with
+`fullshard plan --write` has written. `--help-all` lists all flags. Other flags
+of `fullshard launch` go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
 """
 
 
 def sft(context: typer.Context) -> None:
     """Fine-tune all weights of a model, or LoRA or QLoRA adapters. `fullshard sft --help` lists the options."""
-    if not context.args or context.args[0] in ("-h", "--help"):
-        from fullshard.recipes.sft_arguments import make_parser
-
-        parser = make_parser()
-        parser.usage, parser.formatter_class = _USAGE, functools.partial(argparse.HelpFormatter, width=80)
-        for action in parser._actions:
-            action.metavar, action.option_strings = "", action.option_strings[:1]
-        parser.print_help()
+    if not context.args or context.args[0] in ("-h", "--help", "--help-all"):
+        _print_help(is_complete=context.args[:1] == ["--help-all"])
         raise typer.Exit(0 if context.args else 2)
     if find_spec("trl") is None:
         raise MissingExtraError("trl", extra="sft", purpose="fullshard sft")
@@ -59,6 +52,27 @@ def sft(context: typer.Context) -> None:
         from fullshard.cli.main import app
 
         app(["launch", *launch_words, "-m", _RECIPE, *words])
+
+
+def _print_help(*, is_complete: bool) -> None:
+    """Print the most used flags in groups and, if `is_complete`, all others below them."""
+    from fullshard.recipes.sft_arguments import FLAGS, make_parser
+
+    parser = make_parser()
+    parser.usage = _USAGE
+    parser.formatter_class = functools.partial(argparse.HelpFormatter, width=80, max_help_position=32)
+    others, known = parser._optionals, parser._option_string_actions
+    for title, texts in FLAGS["help"].items():
+        group = parser.add_argument_group(title)
+        for name, text in texts.items():
+            action = known.get(f"--{name}") or parser.add_argument(f"--{name}")
+            others._group_actions.remove(action)
+            group._group_actions.append(action)
+            action.help = text if action.default in (None, False, "none") else f"{text} Default: {action.default}."
+    for action in parser._actions:
+        action.nargs, action.option_strings = 0, action.option_strings[:1]
+    parser._action_groups = parser._action_groups[2:] + [others] * is_complete
+    parser.print_help()
 
 
 def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:

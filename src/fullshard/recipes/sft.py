@@ -15,6 +15,7 @@ from accelerate.utils import ProfileKwargs
 
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
+from fullshard.checkpoint.offline.merged import write_merged
 from fullshard.core.errors import ConfigError, DataError, HubError, cut
 from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers import SFTTrainer
@@ -27,10 +28,12 @@ from fullshard.recipes.formats import converted
 from fullshard.recipes.model import muon, own_errors
 from fullshard.recipes.sft_arguments import SFTArguments, read_arguments
 
+huggingface_hub: Any = import_extra("huggingface_hub", extra="sft", purpose="fullshard sft")
 datasets: Any = import_extra("datasets", extra="sft", purpose="fullshard sft")
 transformers: Any = import_extra("transformers", extra="sft", purpose="fullshard sft")
 trl: Any = import_extra("trl", extra="sft", purpose="fullshard sft")
 
+_IS_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _TEMPLATE = (  # `generation` marks the assistant's messages, for --assistant_only_loss
     "{% for message in messages %}{{ 'OPEN' + message['role'] + 'CLOSE\\n' }}"
@@ -54,6 +57,7 @@ def run(arguments: SFTArguments) -> Any:
         run_on_main(environment, lambda: held.enter_context(lease(output)))
         resume = run_on_main(environment, lambda: _where_to_begin(training))
         training.push_to_hub = False  # pushed at the end, so that an unreachable hub loses no training
+        _require_hub(arguments.model.model_name_or_path, arguments.script.dataset_name)
         trainer = make_trainer(arguments)
         if arguments.own.profile:
             trainer.add_callback(_Profiling(trainer.accelerator, output / "profile"))
@@ -66,17 +70,32 @@ def run(arguments: SFTArguments) -> Any:
             say("stopped by a signal after saving a checkpoint; --resume_from_checkpoint True continues from it")
             return trainer
         trainer.save_model()
+        if arguments.own.merge_adapter:
+            base, hub = arguments.model.model_name_or_path, {"revision": arguments.model.model_revision}
+            run_on_main(environment, lambda: write_merged(base, output, output / "merged", hub, overwrite=True))
+            say(f"base model and adapter, merged: {output / 'merged'}")
         if is_pushed:
-            training.push_to_hub = True
+            training.push_to_hub, huggingface_hub.constants.HF_HUB_OFFLINE = True, _IS_OFFLINE
             try:
                 trainer.push_to_hub(commit_message="End of training", revision=training.hub_revision)
             except Exception as error:  # any error of the network or the hub
                 why = f"{type(error).__name__}: {cut(str(error), 300)}"
+                what = f"the model is saved in full in {output}, but pushing it to the hub failed: {why}"
                 hint = f"push it later with: hf upload {training.hub_model_id or 'USER/NAME'} {output}"
-                raise HubError(
-                    f"the model is saved in full in {output}, but pushing it to the hub failed: {why}", hint=hint
-                ) from error
+                raise HubError(what, hint=hint) from None
         return trainer
+
+
+def _require_hub(*names: str) -> None:
+    """Use only downloaded files for names on the hub if it cannot be reached. Otherwise, each of them takes minutes."""
+    constants = huggingface_hub.constants
+    if constants.HF_HUB_OFFLINE or all(Path(name).exists() for name in names):
+        return
+    try:
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # from the HTTP library, which depends on the version
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        say(f"{constants.ENDPOINT} cannot be reached, so only downloaded files are used: {error}")
 
 
 class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
@@ -105,6 +124,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
     """Create TRL's trainer with the model, the data and the adapters, ready to train."""
     training, settings = arguments.training, arguments.model
     tokenizer, is_extended = load_tokenizer(arguments)
+    train, test = load_data(arguments, has_template=bool(tokenizer.chat_template or training.chat_template_path))
     quantization = trl.get_quantization_config(settings)
     if quantization is not None and (compute := arguments.own.bnb_4bit_compute_dtype) is not None:
         quantization.bnb_4bit_compute_dtype = getattr(torch, compute)
@@ -120,11 +140,12 @@ def make_trainer(arguments: SFTArguments) -> Any:
     model.config.use_cache = not training.gradient_checkpointing
     # A table that is longer than the vocabulary already has room and must not be shortened.
     if is_extended and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False)
+        rows = model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False).weight.shape[0]
+        # PEFT gives the base model as many rows as the tokenizer has tokens when it loads an adapter by its directory.
+        tokenizer.add_tokens([f"<|extra_{number}|>" for number in range(rows - len(tokenizer))])
     if training.packing and training.packing_strategy == "bfd" and "flash" not in (settings.attn_implementation or ""):
         say("packing without flash attention cuts texts into pieces of max_length (packing_strategy wrapped)")
         training.packing_strategy = "wrapped"
-    train, test = load_data(arguments, has_template=tokenizer.chat_template is not None)
     try:
         return SFTTrainer(
             model=model,
@@ -188,23 +209,27 @@ def load_data(arguments: SFTArguments, *, has_template: bool = True) -> tuple[An
             f"{path} cannot be read: {error.__cause__ or error}",
             hint="use a directory with train.jsonl or train.parquet, one such file, or a dataset on the hub",
         ) from error
-    data = []
-    for split, is_needed in (
-        (script.dataset_train_split, True),
-        (script.dataset_test_split, training.eval_strategy != "no"),
-    ):
+    size, data = arguments.own.eval_split_size, []
+    splits = [(script.dataset_train_split, True), (script.dataset_test_split, training.eval_strategy != "no")]
+    for split, is_needed in splits[: 2 if size is None else 1]:
         if is_needed and split not in found:
-            hint = "use --dataset_train_split and --dataset_test_split; a directory needs a file for each split"
+            hint = "set --dataset_train_split and --dataset_test_split, or hold out rows with --eval_split_size 0.05"
             raise ConfigError(f"{path} has no split {split!r}, only {', '.join(found)}", hint=hint)
         rows, where = found.get(split), f"{path}, split {split}"
         if rows is not None:
             rows = converted(rows, where, say, has_template=has_template)
             rows = _checked(rows, where, training.dataset_text_field)
+            say(f"{where}: {len(rows):,} rows with {' and '.join(rows.column_names)}")
             if not has_template and any(isinstance(rows[0].get(name), list) for name in ("messages", "prompt")):
-                hint = "use --chat_template_format chatml, or a model that was trained for chats"
+                hint = "use --chat_template_format chatml or --chat_template_path, or a model trained for chats"
                 raise ConfigError(f"{where} contains chats, but the tokenizer has no chat template", hint=hint)
         data.append(rows)
-    return data[0], data[1]
+    if size is None:
+        return data[0], data[1]
+    with own_errors(f"--eval_split_size {size:g} does not fit {len(data[0])} rows"):
+        parts = data[0].train_test_split(size if size < 1 else int(size), seed=training.seed)
+    say(f"{len(parts['test']):,} rows are held out for evaluation, {len(parts['train']):,} remain")
+    return parts["train"], parts["test"]
 
 
 def _checked(rows: Any, where: str, text: str) -> Any:

@@ -1,14 +1,17 @@
 """The flags of `fullshard sft`: TRL's own, which TRL's parser reads, a few additional flags, and aliases."""
 
 import argparse
+import contextlib
 import json
+import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from fullshard.config.origin import Entry
 from fullshard.config.schema import GROUPS
 from fullshard.config.settings import closest, plain_message
 from fullshard.config.trackers import require_trackers
@@ -32,11 +35,13 @@ class OwnArguments:
     use_flash_attn: bool = _flag(False, "Use FlashAttention 2 if it is installed.")
     muon: bool = _flag(False, "Use Muon for matrices, like --optim muon.")
     profile: bool = _flag(False, "Profile steps 3 to 5, and write one trace per rank.")
+    eval_split_size: float | None = _flag(None, "Rows to hold out for evaluation: a number, or a share below 1.")
+    merge_adapter: bool = _flag(False, "At the end, write base model and adapter as one model to OUTPUT_DIR/merged.")
 
 
-_FLAGS = tomllib.loads(Path(__file__).with_name("sft_flags.toml").read_text(encoding="utf-8"))
-RENAMED: dict[str, str] = _FLAGS["renamed"]
-NO_EFFECT: dict[str, str] = _FLAGS["no_effect"]
+FLAGS = tomllib.loads(Path(__file__).with_name("sft_flags.toml").read_text(encoding="utf-8"))
+RENAMED: dict[str, str] = FLAGS["renamed"]
+NO_EFFECT: dict[str, str] = FLAGS["no_effect"]
 
 
 class SFTArguments(NamedTuple):
@@ -51,28 +56,30 @@ class SFTArguments(NamedTuple):
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
     """Parse a command line. If it begins with the path of a YAML or JSON file, read the arguments from the file first.
 
-    Call `say` with a one-line explanation for each flag that has no effect.
+    Call `say` with a line for each flag without effect. An error about an argument in the file names its line.
     """
-    parser = make_parser()
+    parser, entries = make_parser(), dict[str, Entry]()
     if words and not words[0].startswith("-"):
-        words = [*_in_file(Path(words[0]), parser), *words[1:]]
+        entries, words = _in_file(Path(words[0]), parser), words[1:]
+    for word in words:  # a flag replaces what the file says
+        entries.pop(getattr(parser._option_string_actions.get(word.partition("=")[0]), "dest", ""), None)
+    with _blamed(entries):
+        return _parsed(parser, [*(word for entry in entries.values() for word in _words(entry)), *words], say)
+
+
+def _parsed(parser: Any, words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
     try:
-        *groups, unused, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+        *groups, _, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     except ConfigError:
         raise
     except ValueError as error:  # from a dataclass
         parser.error(str(error))
     if rest:
-        near = closest(rest[0], [action.dest for action in parser._actions]) if rest[0].startswith("--") else None
-        parser.error(
-            f"unknown argument {rest[0]}; "
-            + (f"did you mean --{near}?" if near else "`fullshard sft --help` lists all arguments")
-        )
+        parser.error(f"unknown argument {rest[0]}; {_advice(rest[0], parser)}")
     arguments = SFTArguments(*groups)
     script, own, training, model = arguments
-    for name in NO_EFFECT:
-        if getattr(unused, name, getattr(script, name, None)) is not None:
-            say(f"--{name} has no effect: {NO_EFFECT[name]}")
+    for name in parser.unused:
+        say(f"--{name} has no effect: {NO_EFFECT[name]}")
     if own.use_flash_attn and cuda.is_available() and find_spec("flash_attn") is not None:
         model.attn_implementation = "flash_attention_2"
     elif own.use_flash_attn:
@@ -94,12 +101,20 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
 
 def _check(arguments: SFTArguments) -> None:
     script, own, training, model = arguments
-    if script.dataset_streaming:
-        raise ConfigError("--dataset_streaming is not supported", hint="use a dataset that fits on the disk")
+    for name, hint in FLAGS["refused"].items():
+        if getattr(script, name, None) or getattr(training, name, None):
+            raise ConfigError(f"--{name} is not supported", hint=hint)
     if own.muon and training.optim_args:
         raise ConfigError("--optim_args is only for Transformers' own optimizers, but --optim is muon")
+    if own.merge_adapter and not model.use_peft:
+        raise ConfigError("--merge_adapter needs an adapter", hint="add --use_peft True")
+    if own.chat_template_format != "none" and training.chat_template_path is not None:
+        raise ConfigError("--chat_template_format and --chat_template_path both set the template", hint="omit one")
+    if model.use_peft and not str(training.chat_template_path or ".jinja").endswith((".jinja", ".j2")):
+        raise ConfigError("--use_peft needs a .jinja file as --chat_template_path", hint="use its chat_template.jinja")
     require_trackers(training.report_to, "--report_to")
-    paths = ((model, "model_name_or_path"), (script, "dataset_name"))
+    paths: tuple[Any, ...] = ((model, "model_name_or_path"), (script, "dataset_name"))
+    paths += ((training, "chat_template_path"),) if training.chat_template_path is not None else ()
     for group, name in (*paths, (training, "output_dir"), (training, "resume_from_checkpoint")):
         try:
             if (group, name) in paths and getattr(group, name) is None:
@@ -112,21 +127,52 @@ def _check(arguments: SFTArguments) -> None:
             raise ConfigError(f"--{name}: {plain_message(error)}", hint=error.hint) from None
 
 
-def _in_file(path: Path, parser: Any) -> list[str]:
-    """Convert a file to arguments. Ignore keys with null, except for `max_length`, where null means no limit."""
+def _in_file(path: Path, parser: Any) -> dict[str, Entry]:
+    """Return the arguments in a file, by field. Ignore null, except for `max_length`, where it means no limit."""
     from fullshard.config.document import read_document
     from fullshard.config.load import recipe_arguments
 
-    words: list[str] = []
-    entries = read_document(path)
-    for entry in recipe_arguments(entries, "sft") or entries:
-        value = entry.plain
-        if entry.key == "max_length" and value is None:  # for max_length, null means no limit in TRL
+    found: dict[str, Entry] = {}
+    for entry in recipe_arguments(entries := read_document(path), "sft") or entries:
+        if entry.key == "max_length" and entry.value is None:
             parser.set_defaults(max_length=None)
-        elif value is not None and entry.key not in GROUPS:
-            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-            words += [f"--{entry.key}", *map(str, values)]
-    return words
+        elif entry.value is None or entry.key in GROUPS:
+            continue
+        elif (action := parser._option_string_actions.get(f"--{entry.key}")) is None:
+            raise ConfigError(f"{entry.origin}: unknown option {entry.key!r}; {_advice(entry.key, parser)}")
+        elif (other := found.setdefault(action.dest, entry)).plain != entry.plain:
+            raise ConfigError(f"{other.origin} and {entry.origin} contradict each other: {other!r}, {entry!r}")
+        else:
+            with _blamed({entry.key: entry}):
+                if parser.parse_known_args(_words(entry))[1]:
+                    parser.error(f"--{entry.key} takes one value, got {entry.plain}")
+    return found
+
+
+def _words(entry: Entry) -> list[str]:
+    """Return an entry of a file as words of a command line."""
+    value = json.dumps(entry.plain) if entry.is_mapping else entry.value
+    return [f"--{entry.key}", *map(str, value)] if isinstance(value, list) else [f"--{entry.key}={value}"]
+
+
+def _advice(word: str, parser: Any) -> str:
+    """Return a remedy for an unknown argument, which is a flag or a key in a file."""
+    name, dashes = word.removeprefix("--").partition("=")[0], "--" if word.startswith("--") else ""
+    if section := next((section for section, model in GROUPS.items() if name in model.model_fields), None):
+        return f"put it in the section {section} of a file"
+    near = closest(name, [*(action.dest for action in parser._actions), *([] if dashes else GROUPS)], 0.6)
+    return f"did you mean {dashes}{near}?" if near else "`fullshard sft --help-all` lists all arguments"
+
+
+@contextlib.contextmanager
+def _blamed(entries: Mapping[str, Entry]) -> Iterator[None]:
+    """Begin an error within the block with the lines in a file of the arguments that its message names."""
+    try:
+        yield
+    except ConfigError as error:
+        named = {name for match in re.findall(r"--(\w+)|`(\w+)`|\b(\w*[_\d]\w*)", str(error)) for name in match}
+        lines = " and ".join(str(entry.origin) for field, entry in entries.items() if {field, entry.key} & named)
+        raise ConfigError(": ".join(filter(None, (lines, plain_message(error)))), hint=error.hint) from None
 
 
 def make_parser() -> Any:
@@ -143,10 +189,13 @@ def make_parser() -> Any:
             found, rest = super().parse_known_args(args, namespace)
             if found.optim == "muon":  # Transformers does not support it
                 found.muon, found.optim = True, self.get_default("optim")
+            if found.eval_strategy is None:
+                found.eval_strategy = "no" if found.eval_split_size is None else "epoch"
+            self.unused = [name for name in NO_EFFECT if getattr(found, name) is not None]
             return found, rest
 
         def error(self, message: str) -> NoReturn:  # argparse's prints all flags and exits
-            raise ConfigError(f"invalid settings: {message}")
+            raise ConfigError("invalid settings: " + re.sub(r"argument (--\w+)(/\S+)?:", r"\1:", message))
 
     def ratio(word: str) -> float:
         if float(word) >= 1:
@@ -161,16 +210,15 @@ def make_parser() -> Any:
     known["report_to"].nargs = "+"
     known["optim"].choices = [*(known["optim"].choices or ()), "muon"]
     known["optim"].type = str
-    parser.set_defaults(dtype=None)
+    parser.set_defaults(dtype=None, eval_strategy=None)
     for old, new in RENAMED.items():
         kind = ratio if old == "warmup_ratio" else known[new].type
-        names = dict.fromkeys((f"--{old}", f"--{old.replace('_', '-')}"))
+        names = (f"--{old}", f"--{old.replace('_', '-')}")
         like = {name: getattr(known[new], name) for name in ("nargs", "const", "choices", "default")}
         parser.add_argument(*names, dest=new, type=kind, help=f"Another name of --{new}.", **like)
     for name, reason in NO_EFFECT.items():
-        if name in known:  # a flag of TRL: None means that it is not given
-            parser.set_defaults(**{name: None})
-            continue
-        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*names, nargs="?", const="", help=f"No effect: {reason}.".replace("%", "%%"))
+        if name not in known:
+            text = f"No effect: {reason}.".replace("%", "%%")
+            parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="", help=text)
+        parser.set_defaults(**{name: None})  # None means that it is not given
     return parser

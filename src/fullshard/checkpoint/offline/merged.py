@@ -28,11 +28,13 @@ from fullshard.checkpoint.offline.huggingface import (
     read_configuration,
     skeleton_of,
     stored_form_of,
+    write_weights,
 )
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, open_native, tensor_record
 from fullshard.checkpoint.places import tensors_of, without_wrappers
 from fullshard.checkpoint.sources import Match, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor
+from fullshard.checkpoint.weight_files import model_directory
 from fullshard.checkpoint.weight_files import tensors_of as tensors_of_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
@@ -87,6 +89,12 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
             if file.name != CONFIG_NAME:
                 shutil.copyfile(file, Path(beside) / file.name)
         yield Source("base model with an adapter merged into it", path, contents, read, [adapter]), Path(beside)
+
+
+def write_merged(base: str | Path, adapter: Path, output: Path, hub: Any = None, **options: Any) -> None:
+    """Write a base model, a directory or hub name, with an adapter merged into it (see `write_weights`)."""
+    with open_merged(model_directory(base, hub), adapter) as (merged, configuration):
+        write_weights(merged, output, config_from=configuration, needs_config=True, **options)
 
 
 def _with(
