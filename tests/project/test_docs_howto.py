@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +21,10 @@ from typer.testing import CliRunner
 
 from fullshard.cli.main import app
 from tests.distributed import run_ranks
+from tests.launching import environment
 from tests.project.test_docs_code import WORLD
-from tests.project.test_docs_pages import BLOCK, DOCS, blocks
+from tests.project.test_docs_pages import BLOCK, DOCS, blocks, commands
+from tests.project.test_examples import LOSS, make_place, run
 
 FOLDER = DOCS / "howto"
 QUESTIONS = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
@@ -137,3 +142,85 @@ def _dtypes() -> None:
 
 def test_a_module_computes_in_float32() -> None:
     run_ranks(_dtypes, 1)
+
+
+MODELS = """
+import sys
+sys.path.insert(0, "examples")
+import small
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+base = small.model()
+tokenizer = AutoTokenizer.from_pretrained(base)
+tokenizer.save_pretrained("base"), tokenizer.save_pretrained("mixture")
+AutoModelForCausalLM.from_pretrained(base).save_pretrained("base")
+Qwen3MoeForCausalLM(Qwen3MoeConfig(
+    vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+)).save_pretrained("mixture")
+"""
+"""Tiny models with a tokenizer, in `base` and `mixture`."""
+CHAT = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with the examples, tiny models and chats."""
+    place = make_place(tmp_path)
+    subprocess.run([sys.executable, "-c", MODELS], cwd=place, env=environment(), check=True, timeout=120)
+    (place / "chats").mkdir()
+    (place / "chats" / "train.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 32)
+    return place
+
+
+def _of(name: str, *programs: str) -> list[str]:
+    return [shlex.join(words) for words in commands(FOLDER / f"{name}.md") if words[1] in programs]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("name", "model"), [("qlora-8b", "base"), ("moe-30b", "mixture")])
+def test_a_recipe_is_copied_and_trains(place: Path, name: str, model: str) -> None:
+    """The recipe of the page trains a tiny model on a CPU, and the adapters are merged."""
+    copy, train = _of(name, "recipe", "sft")
+    run(copy, place, proof=False)
+    recipe = place / "my.yaml"
+    recipe.write_text(recipe.read_text().replace("device: cuda", "device: cpu").replace("gib: 2.3", "gib: 0.01"))
+    run(f"{train} --model_name_or_path {model} --max_steps 2 --max_length 64 --report_to none", place, proof=False)
+    [output] = [path.parent for path in (place / "out").glob("*/adapter_model.safetensors")]
+    run(f"fullshard merge {model} {output} out/merged", place, proof=False)
+    assert (place / "out" / "merged" / "model.safetensors").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_run_is_resumed_and_exported(place: Path) -> None:
+    first, second = _of("resume", "launch")
+    run(first, place)
+    assert "resumed on 1 ranks after step 30\n" in run(second, place, proof=False)
+    for command in [*_of("resume", "ckpt"), *_of("hf-weights", "ckpt")]:
+        run(command, place, proof=False)
+    assert (place / "out" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_divided_sequences_have_the_same_losses(place: Path) -> None:
+    divided, whole = (
+        [float(loss) for loss in LOSS.findall(run(command, place, proof="--cp_size" in command))]
+        for command in _of("long-context", "launch")[2:]
+    )
+    assert divided == pytest.approx(whole, abs=2e-3)  # Trainer prints four digits
+    assert len(whole) == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_one_and_two_processes_have_the_same_losses(place: Path) -> None:
+    losses = []
+    for command in _of("loss-differs", "train"):
+        run(f"{command.replace('--steps 20', '--steps 3')} --seq-len 16 --max-data-mb 0.5", place, proof=False)
+        lines = (place / shlex.split(command)[-1] / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 3
