@@ -314,23 +314,27 @@ def _guarded(model_type: str, name: str) -> Row:
 
 _HEAD = """# Models
 
-Tiny models of every type that Transformers {version} has, trained for {steps} steps of AdamW at two ranks, sharded with
-automatic units, next to an unsharded model whose gradients are averaged: losses, every gradient and every weight, then
-state dict, export and generated tokens. Made by `python -m tests.model_types` from tests/model_types.json, which
-`tests/engine/test_model_types.py` checks: a few types always, all of them in the full suite.
+This page shows which of Transformers' models train, save and export with fullshard exactly as in one process. A tiny
+model of every type in Transformers {version} was trained with AdamW for {steps} steps on two ranks, with automatic
+units. An unsharded model with averaged gradients was trained beside it. Losses, all gradients and all weights were
+compared, and then the state dict, the export and generated tokens.
 
-{tried} types were tried: {equal} are equal bit for bit, {rounded} to rounding, {wrong} are not equal or refused
-({share:.1%} are right). {absent} more could not be tried, listed below with the reason: most are configurations without
-a model of their own.
+{tried} types were tried: {equal} are equal bit for bit, {rounded} are equal up to rounding, and {wrong} are not equal
+or refused ({share:.1%} are right). {absent} more could not be tried. They are listed below with the reason: most of
+them are only configurations.
 
-* *equal*: bit for bit. *rounding*: up to 1e-6, relative to the largest element of a tensor (for gradients that are
-  nothing but rounding, to a hundredth of the model's largest); where float32 is further apart, the same in float64 is
-  closer than 1e-9, which a wrong number would not be. An output with several uses has its gradients added in another
-  order.
-* *state, export, tokens*: the state dict and the export are those of the unsharded model, and both generate the same
-  tokens. A dash: the model does not generate, or not from that batch.
+`python -m tests.model_types` writes this page from tests/model_types.json. `tests/engine/test_model_types.py` checks
+a few types by default, and all types in the full suite.
 
-| type | class | a batch has | units | training | state, export, tokens |
+* *equal*: equal bit for bit.
+* *rounding*: equal up to 1e-6, relative to the largest element of a tensor. Gradients that consist only of rounding
+  errors are compared with a hundredth of the model's largest gradient. If the float32 results are further apart, the
+  results in float64 agree to 1e-9. Such differences arise because the gradients of an output with several uses are
+  added in another order.
+* *state, export, tokens*: the state dict and the export equal those of the unsharded model, and both models generate
+  the same tokens. A dash means that the model does not generate, or cannot generate from this batch.
+
+| type | class | keys of a batch | units | training | state, export, tokens |
 |---|---|---|---|---|---|
 """
 
@@ -339,8 +343,9 @@ _VISION = """
 
 ## torchvision and timm
 
-The same by hand (`tests/vision_models.py`): these packages are not among those that tests are run with. Batch norms are
-in train mode; state dicts are equal, running statistics (rank 0's) included.
+The same comparison, run with `tests/vision_models.py`. The test suite does not include it, because it does not
+install these packages. Batch norms are in train mode. State dicts are equal, including the running statistics of rank
+0.
 
 | model | images | units | training |
 |---|---|---|---|
