@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ def run_here(
             stack.enter_context(patch.dict(os.environ, environ, clear=True))
         if cwd is not None:
             stack.enter_context(contextlib.chdir(cwd))
+        interrupt = signal.getsignal(signal.SIGINT)
+        stack.callback(lambda: signal.signal(signal.SIGINT, interrupt))
         try:
             main()
         except SystemExit as end:

@@ -76,5 +76,5 @@ def _read() -> str:
     """Return the next line of the user, or an empty string at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         return ""

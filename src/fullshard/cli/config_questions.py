@@ -14,9 +14,6 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 from fullshard.core.strategy import STRATEGIES
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as in a shell."""
-
 Answers = Mapping[str, Any]
 """The answers so far, by path of the setting."""
 
@@ -110,7 +107,7 @@ def run() -> int:
             raise KeyboardInterrupt
     except (KeyboardInterrupt, EOFError):
         print("\nnothing was written")
-        return INTERRUPTED
+        return 130  # as in a shell
     save_text(write_native(config), path, overwrite=False)
     where = f", on each of the {config.launch.num_machines} hosts" if config.launch.num_machines > 1 else ""
     print(f"\nwrote {path}\nstart{where}: fullshard launch --config_file {path} script.py")

@@ -18,6 +18,9 @@ from fullshard.core.errors import ConfigError
 DOES_NOT_FIT = 1
 """Exit code when the script runs but needs more memory than the device of `--as` has."""
 
+_STAGE = "import signal; signal.signal(2, signal.SIG_DFL); from fullshard.api.rehearsal.stage import main; main()"
+"""The program that runs the script. The command itself answers Ctrl-C (SIGINT, 2)."""
+
 _OF_THE_JOB = ("launch.num_processes", "launch.num_machines", "launch.machine_rank", "launch.main_process_ip")
 
 
@@ -74,7 +77,7 @@ def rehearse(
 
 def _run(options: dict[str, Any], program: list[str], variables: dict[str, str], *, prints: bool) -> dict[str, Any]:
     """Run the script, and return what was measured. The script's exit code becomes that of the command if it fails."""
-    stage = [sys.executable, "-m", "fullshard.api.rehearsal.stage", json.dumps(options), *program]
+    stage = [sys.executable, "-c", _STAGE, json.dumps(options), *program]
     done = subprocess.run(stage, env={**os.environ, **variables}, stdout=None if prints else 2)
     found = json.loads(file.read_text()) if (file := Path(options["answer"])).is_file() else {"unknown": {}}
     if done.returncode:

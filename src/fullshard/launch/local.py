@@ -1,6 +1,7 @@
 """Start a job's processes on this host, as torchelastic workers with torchrun's variables, and wait for their end."""
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -26,7 +27,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening, told_by_processes
 from fullshard.core.paths import local_path
 from fullshard.core.process import read_status
-from fullshard.launch import torch_private
+from fullshard.launch import bootstrap, torch_private
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.copies import copies_directory
 from fullshard.launch.failures import (
@@ -100,7 +101,7 @@ def launch_local(
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     check_count(nproc)
     launch = LaunchConfig(max_restarts=max_restarts, grace_period=grace_period)
-    command = (sys.executable, "-m", module, *arguments)
+    command = (sys.executable, bootstrap.__file__, "module", module, *arguments)
     return run_job(LaunchJob(command, nproc, launch, worker_variables(nproc, os.environ)))
 
 
@@ -119,6 +120,8 @@ def run_job(job: LaunchJob) -> int:
         another host; 128 + the number of the signal that ended that rank or this process; or `PREEMPTED` if the ranks
         stopped because of a signal.
     """
+    gc.freeze()  # importing torch creates a million objects, which would also be searched for garbage at exit
+    gc.enable()
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     for stream in (sys.stdout, sys.stderr):  # otherwise lines of ranks arrive late if the output is not a terminal

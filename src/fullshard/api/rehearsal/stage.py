@@ -1,7 +1,6 @@
 """Prepares a process so that a script runs in it as one rank of many, then runs and measures the script.
 
-    python -m fullshard.api.rehearsal.stage OPTIONS script PATH ARGUMENTS...
-
+`fullshard rehearse` calls `main` in a new process, whose arguments are OPTIONS script PATH ARGUMENTS...
 `OPTIONS` are those of `fullshard rehearse` as JSON, and the file for its answer. The rest is as for `launch/bootstrap`.
 """
 
@@ -130,7 +129,3 @@ def _keep_objects(place: Replaced) -> Callable[..., Any]:
         return root
 
     return receive
-
-
-if __name__ == "__main__":
-    main()
