@@ -90,7 +90,8 @@ def commands() -> str:
 
 
 def _help(app: typer.Typer, words: list[str]) -> str:
-    result = CliRunner().invoke(app, [*words, "--help"], prog_name="fullshard", terminal_width=WIDTH)
+    flag = "--help_all" if words == ["launch"] else "--help"
+    result = CliRunner().invoke(app, [*words, flag], prog_name="fullshard", terminal_width=WIDTH)
     if result.exit_code:
-        raise RuntimeError(f"fullshard {' '.join(words)} --help: {result.output}")
+        raise RuntimeError(f"fullshard {' '.join(words)} {flag}: {result.output}")
     return f"```text\n{result.output.strip()}\n```"

@@ -164,8 +164,22 @@ def test_every_setting_has_a_flag_and_every_flag_is_found() -> None:
         assert {f"{group}.{name}" for name in model.model_fields} <= targets
     names = [key.name for key in FLAGS.keys] + [option.name for option in OPTIONS]
     assert len(names) == len(set(names))
-    text = help_text()
+    text = run_here("launch", "--help-all").stdout
+    assert text == help_text()
     assert all(f"--{option.name}" in text for option in OPTIONS)
+
+
+def test_the_short_help_has_the_common_flags_in_groups() -> None:
+    text = run_here("launch", "--help").stdout
+    assert text == run_here("launch", "-h").stdout
+    entries = [line for line in text.splitlines() if line.startswith("  -")]
+    assert 20 <= len(entries) <= 26 and len(text.splitlines()) < 100
+    everything = help_text()
+    assert all(entry.split()[0].strip(",") in everything for entry in entries)
+    assert [line for line in text.splitlines() if line and line[0] != " "][-5:] == [
+        *("Script and settings:", "Processes:", "Several hosts:", "Sharding and memory:", "Training:")
+    ]
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_every_flag_of_accelerate_and_torchrun_is_known() -> None:

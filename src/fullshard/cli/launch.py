@@ -32,10 +32,10 @@ _PER_JOB = ("num_machines", "min_machines", "machine_rank", "main_process_ip", "
 
 
 def launch(context: typer.Context) -> None:
-    """Start a script in several processes on one or more hosts. `fullshard launch --help` lists the flags."""
+    """Start a script in several processes on one or more hosts. `fullshard launch --help_all` lists all flags."""
     line = parse(context.args)
-    if line.option("help"):
-        sys.stdout.write(help_text())
+    if line.option("help") or line.option("help_all"):
+        sys.stdout.write(help_text(is_short=not line.option("help_all")))
         return
     check_words(context.args[: len(context.args) - len(line.arguments)])
     script_exists(line)
@@ -124,8 +124,6 @@ def _start(line: CommandLine, plan: LaunchPlan) -> int:
     from fullshard.launch.local import LaunchJob, run_job
     from fullshard.launch.scratch import scratch_directory
 
-    gc.freeze()
-    gc.enable()
     with scratch_directory("fullshard-config-") as directory:
         variables = worker_variables(plan, directory)
         job = LaunchJob(
@@ -153,8 +151,19 @@ def worker_variables(plan: LaunchPlan, directory: Path) -> dict[str, str]:
     return variables
 
 
-def help_text() -> str:
-    """Return the help page of `fullshard launch`."""
+_COMMON = {
+    "Script and settings": "config_file module dry_run print help help_all",
+    "Processes": "num_processes device gpu_ids max_restarts timeout log_dir",
+    "Several hosts": "num_machines machine_rank main_process_ip",
+    "Sharding and memory": "strategy shard_size quantize activation_checkpointing cpu_offload "
+    "offload_activations cp_size compile",
+    "Training": "mode gradient_accumulation_steps async_save",
+}
+"""The flags that most jobs need, which the short help page lists."""
+
+
+def help_text(*, is_short: bool = False) -> str:
+    """Return the help page of `fullshard launch` with all flags, or with those that most jobs need."""
     lines = [
         "Usage: fullshard launch [FLAGS] SCRIPT.py [ARGUMENTS]",
         "       fullshard launch [FLAGS] -m MODULE [ARGUMENTS]",
@@ -163,23 +172,27 @@ def help_text() -> str:
         "Start a script in several processes, on this host or on several.",
         "Flags are written with - or _ alike. A flag wins over the environment, and that",
         "over a file.",
-        "",
     ]
-    for option in OPTIONS:
-        short = f"-{option.short}, " if option.short else ""
-        lines += _entry(f"{short}--{option.name} {option.metavar}", option.help)
-    for group, paths in groupby(SETTINGS, lambda path: path.partition(".")[0]):
-        lines += ["", f"{group.capitalize()}:"]
-        for path in paths:
-            flags = [key.name for key in FLAGS.keys if key.target == path]
-            flags.sort(key=lambda flag: f"{group}.{flag}" != path)
+    options = {option.name: option for option in OPTIONS}
+    paths = {path.partition(".")[2]: path for path in SETTINGS}
+    groups = {"": options} | {g: list(names) for g, names in groupby(paths, lambda name: paths[name].partition(".")[0])}
+    for title, names in ({t: n.split() for t, n in _COMMON.items()} if is_short else groups).items():
+        lines += ["", *([f"{title.capitalize()}:"] * bool(title))]
+        for name in names:
+            if (option := options.get(name)) is not None:
+                short = f"-{option.short}, " if option.short else ""
+                lines += _entry(f"{short}--{name} {option.metavar}", option.help)
+                continue
+            flags = [key.name for key in FLAGS.keys if key.target == paths[name]]
+            flags.sort(key=lambda flag: flag != name)
             letters = [f"-{letter}" for letter, flag in SHORT.items() if flag in flags]
-            spelled = [*letters, *(f"--{flag}" for flag in flags)]
-            if len(words := words_of(SETTINGS[path])) > 1:
+            spelled = [*letters, *(f"--{flag}" for flag in flags[: 1 if is_short else None])]
+            if len(words := words_of(SETTINGS[paths[name]])) > 1:
                 spelled[len(letters)] += f" {'|'.join(words)}"
-            lines += _entry(", ".join(spelled), SETTINGS[path].description or "")
+            lines += _entry(", ".join(spelled), SETTINGS[paths[name]].description or "")
     others = [f"--{key.name}" for key in FLAGS.keys if not key.target and key.status is not Status.REFUSED]
-    lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), _WIDTH, **_INDENT)]
+    if not is_short:
+        lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), _WIDTH, **_INDENT)]
     return "\n".join(lines) + "\n"
 
 

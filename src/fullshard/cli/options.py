@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import typer
@@ -79,6 +80,13 @@ class RawCommand(TyperCommand):
         """Store all arguments in `ctx.args` without parsing them."""
         ctx.args = list(args)
         return []
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the completions of a word of `fullshard launch`, as objects that Typer prints."""
+        from fullshard.config.flags import completions
+
+        words = completions(ctx.args, incomplete) if self.name == "launch" else ()
+        return [SimpleNamespace(value=word, type="plain", help=None) for word in words]
 
 
 class ScriptCommand(TyperCommand):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import sys
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 1
 """Exit code of a plan that does not fit."""
 
+
 Model = Annotated[
     str | None,
     typer.Option(
         "--model",
         "-m",
         help="A known name (Llama-2-7B), a config.json or its directory, or a number (7B)",
-        show_default=False,
+        autocompletion=lambda: importlib.import_module("fullshard.plan.known_models").MODELS,
     ),
 ]
 Devices = Annotated[

@@ -14,7 +14,9 @@ from fullshard.core.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="List, show, and copy recipes that the planner has written.")
 
-Name = Annotated[str, typer.Argument(help="The name of a recipe, as `fullshard recipe list` prints it")]
+Name = Annotated[
+    str, typer.Argument(help="A name that `fullshard recipe list` prints", autocompletion=lambda: list(_files()))
+]
 
 
 @app.command("list")
@@ -24,9 +26,9 @@ def print_all() -> None:
     from rich.table import Table
 
     table = Table("recipe", "devices", "GiB", "tokens/s", box=None, pad_edge=False)
-    for path in _files():
+    for name, path in _files().items():
         plan = next(entry.plain for entry in read_document(path) if entry.key == "plan")
-        table.add_row(path.stem, plan["devices"], f"{plan['memory_gib']:.1f}", f"{plan['tokens_per_second']:,}")
+        table.add_row(name, plan["devices"], f"{plan['memory_gib']:.1f}", f"{plan['tokens_per_second']:,}")
     Console().print(table)
 
 
@@ -51,15 +53,15 @@ def copy(
     typer.echo(f"wrote {path}, whose first lines say how to run it")
 
 
-def _files() -> list[Path]:
-    """Return the recipes: those of the installed package, or of the repository if it is installed as editable."""
+def _files() -> dict[str, Path]:
+    """Return the recipes by name, from the installed package, or from the repository if it is installed as editable."""
     package = Path(fullshard.__file__).parent
     installed = sorted(package.joinpath("recipes/files").glob("*.yaml"))
-    return installed or sorted(package.parent.parent.joinpath("recipes").glob("*.yaml"))
+    files = installed or sorted(package.parent.parent.joinpath("recipes").glob("*.yaml"))
+    return {path.stem: path for path in files}
 
 
 def _find(name: str) -> Path:
-    files = {path.stem: path for path in _files()}
-    if (found := files.get(name.removesuffix(".yaml"))) is None:
-        raise ConfigError(f"no recipe has the name {name!r}", hint=suggestion(name, files))
+    if (found := _files().get(name.removesuffix(".yaml"))) is None:
+        raise ConfigError(f"no recipe has the name {name!r}", hint=suggestion(name, _files()))
     return found

@@ -4,6 +4,7 @@ Each flag that changes a setting is a row of a dialect, like a key in a file. Th
 into flags and the program to run. All arguments after the program are passed to the program.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +118,8 @@ OPTIONS = (
     Option("standalone", help="One host, with a free port."),
     Option("tee", "t", metavar="STREAMS", help="Streams to show and to write into --log_dir, as torchrun has it."),
     Option("redirects", "r", metavar="STREAMS", help="Streams to write into --log_dir only, as torchrun has it."),
-    Option("help", "h", help="Print this."),
+    Option("help", "h", help="Print the flags that most jobs need."),
+    Option("help_all", help="Print all flags."),
 )
 
 SHORT = {"n": "num_processes", **{option.short: option.name for option in OPTIONS if option.short}}
@@ -239,6 +241,17 @@ def flag_choices(written: str) -> tuple[str, ...]:
     return words_of(SETTINGS[found.target])
 
 
+def completions(given: Sequence[str], word: str) -> list[str]:
+    """Return the flags, or the values of the last flag in `given`, to which a shell may complete `word`."""
+    with contextlib.suppress(ConfigError):  # the last flag lacks its value
+        if parse(given).target is not None:
+            return []  # the shell completes the script's arguments
+    known = (key.name for key in FLAGS.keys if key.status is not Status.REFUSED)
+    flags = [f"--{name}" for name in (*(option.name for option in OPTIONS), *known)] if word.startswith("-") else []
+    values = flag_choices(given[-1]) if given and given[-1].startswith("--") else ()
+    return [found for found in (*values, *flags) if found.startswith(word[:2] + word[2:].replace("-", "_"))]
+
+
 def _find(name: str) -> Option | Key | None:
     return next((option for option in OPTIONS if option.name == name), None) or FLAGS.find(name)
 
@@ -262,4 +275,4 @@ def _suggestion(spelled: str) -> str:
     close = next(iter(longer), None) or closest(wanted, known, 0.6)
     if close:
         return f"did you mean --{close}?"
-    return "put flags of the script after the script; see `fullshard launch --help` for the others"
+    return "put flags of the script after the script; see `fullshard launch --help_all` for the others"

@@ -116,7 +116,8 @@ class ShardingConfig(Settings):
     matrix product (`selective`)."""
 
     cpu_offload: bool = False
-    """Whether sharded parameters, gradients and optimizer state are in host memory. Sets the next three settings."""
+    """Whether sharded parameters, gradients and optimizer state are in host memory. Sets `offload_compute_shards`,
+    `offload_main_weights` and `offload_optimizer_state`."""
 
     offload_compute_shards: bool | None = setting(None, overruled_by=("cpu_offload",))
     """Whether the inputs of the units' gathers are kept in host memory: frozen parameters, and with
