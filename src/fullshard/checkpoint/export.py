@@ -23,6 +23,7 @@ from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, write_tensor_fi
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
+from fullshard.core.progress import progress
 from fullshard.core.sizes import parse_size
 from fullshard.core.user_class import user_class
 from fullshard.engine.precision import cast_floating, dtype_name
@@ -74,8 +75,9 @@ def export_hf(
         batches = ranks.together(f"exporting {final}", convert.entries)
         files = divided(batches, limit)
         destination.make("exporting")
-        for name, entries in files.items():
-            _write_weights(temp / name, [(entry, batches[entry]) for entry in entries], convert, ranks)
+        with progress("exporting", sum(entry.nbytes for entry in batches)):
+            for name, entries in files.items():
+                _write_weights(temp / name, [(entry, batches[entry]) for entry in entries], convert, ranks)
 
         def finish() -> None:
             write_index(temp, files)

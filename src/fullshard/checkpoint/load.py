@@ -51,6 +51,7 @@ from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
+from fullshard.core.progress import advance, progress
 from fullshard.engine.shard_spec import CodedPart
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features.averages import EMA
@@ -229,10 +230,12 @@ class _Load:
 
     def read(self) -> dict[str, torch.Tensor]:
         """Fill all targets. Return the stored tensors that do not belong to the model or the optimizer."""
-        with contextlib.closing(Readers(self.directory, self.manifest)) as readers:
+        readers, total = Readers(self.directory, self.manifest), sum(target.interval.numel for target in self.targets)
+        with contextlib.closing(readers), progress("loading", total):
             # in file order, so that each file is read from front to back
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.shape))):
                 _fill(target, readers)
+                advance(target.interval.numel)
             stored = readers.rank_state(0)
             if self.ranks.rank:
                 stored = {name: t for name, t in stored.items() if not name.startswith(RNG_PREFIX)}

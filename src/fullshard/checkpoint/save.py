@@ -31,6 +31,7 @@ from fullshard.checkpoint.stamps import note_stamps_in
 from fullshard.checkpoint.store import Store, new_save_id, store_at
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.progress import progress
 from fullshard.engine.lookup import units_of
 
 
@@ -208,7 +209,8 @@ def prepare_save(
             ranks.together("copying the state to host memory", lambda: writer.stage(memory))
 
     def write(ranks: Ranks) -> Callable[[], None]:
-        reports = writer.write_together(ranks, f"writing {destination.final}")
+        with progress("saving", writer.nbytes):
+            reports = writer.write_together(ranks, f"writing {destination.final}")
 
         def commit() -> None:
             destination.store.manifest = encode_manifest(writer.manifest(reports, parts=parts))

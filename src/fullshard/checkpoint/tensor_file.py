@@ -28,6 +28,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, asked
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import parse_object
+from fullshard.core.progress import advance
 
 Bytes = NDArray[np.uint8]
 """A 1-D array of bytes. Callers of this module convert tensors to it."""
@@ -155,6 +156,7 @@ def write_tensor_file(
             before = writer.nbytes
             for part in parts(entry):
                 writer.append(part)
+                advance(part.nbytes)
             if (nbytes := writer.nbytes - before) != entry.nbytes:
                 raise CheckpointError(f"got tensor {entry.name!r} with {nbytes} bytes, expected {entry.nbytes}")
         file.finish()

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -174,9 +174,9 @@ def export(
     from fullshard.checkpoint.offline import write_dcp
     from fullshard.checkpoint.shards import parse_dtype
 
-    with _open(checkpoint) as source, _progress(source) as tick:
+    with _open(checkpoint) as source:
         layout = "accelerate" if to == "dcp" else to
-        write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite, progress=tick)
+        write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite)
     _done(output)
 
 
@@ -255,8 +255,8 @@ def prune(
 def _weights(checkpoint: str, output: Path, **options: Any) -> None:
     from fullshard.checkpoint.offline import write_weights
 
-    with _open(checkpoint, optimizer=False) as source, _progress(source) as tick:
-        copied = write_weights(source, output, progress=tick, **options)
+    with _open(checkpoint, optimizer=False) as source:
+        copied = write_weights(source, output, **options)
     _done(output)
     if copied:
         _say(f"copied: {', '.join(copied)}")
@@ -267,8 +267,8 @@ def _native(checkpoint: str | Location, output: str | Location, *, with_optimize
     from fullshard.checkpoint.offline import write_native
 
     where = location(output)
-    with _open(checkpoint, optimizer=with_optimizer) as source, _progress(source) as tick:
-        notes = write_native(source, where, progress=tick, **options)
+    with _open(checkpoint, optimizer=with_optimizer) as source:
+        notes = write_native(source, where, **options)
     _done(where)
     for note in notes:
         _say(f"note: {note}")
@@ -288,22 +288,6 @@ def _open(path: str | Location, *, optimizer: bool = True) -> Iterator[Source]:
         yield source
 
 
-@contextlib.contextmanager
-def _progress(source: Source) -> Iterator[Callable[[int], None]]:
-    """Yield the update function of a progress bar, or a function that does nothing if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with typer.progressbar(length=_nbytes(source), label="writing", file=sys.stderr) as bar:
-        yield bar.update
-
-
-def _nbytes(source: Source) -> int:
-    from fullshard.checkpoint.offline.source import nbytes_of
-
-    return sum(nbytes_of(record) for _, _, record in source.contents.tensors())
-
-
 def _done(output: Location) -> None:
     if isinstance(output, Path):
         sizes = [file.stat().st_size for file in output.rglob("*") if file.is_file()]
@@ -321,7 +305,7 @@ def _facts(source: Source) -> dict[str, Any]:
         "parameters": len(contents.parameters),
         "buffers": len(contents.buffers),
         "numel": sum(record.numel for record in model.values()),
-        "nbytes": _nbytes(source),
+        "nbytes": contents.nbytes,
         "dtypes": dict(Counter(record.dtype for record in model.values())),
         "not_stored": [name for name, record in model.items() if not record.is_stored],
         "tied": {name: list(record.aliases) for name, record in model.items() if record.aliases},

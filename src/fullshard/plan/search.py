@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.progress import advance, progress
 from fullshard.core.sizes import GIB
 from fullshard.core.strategy import STRATEGIES, parse_strategy
 from fullshard.plan.evaluate import MARGIN, Plan, evaluate
@@ -144,7 +145,9 @@ class _Search:
 
     def plans(self) -> list[Plan]:
         """Run the search, and return the plans that fit, the fastest first."""
-        waiting, pushed = list(self._first()), set[tuple[int, frozenset[str]]]()
+        ways = [*itertools.product(self._axes(), _meshes(self._cluster, self._job, self._fixed))]
+        with progress("searching", len(ways)):
+            waiting, pushed = list(self._first(ways)), set[tuple[int, frozenset[str]]]()
         heapq.heapify(waiting)
         found, best = list[Plan](), 0.0
         while waiting and -waiting[0].key > best:
@@ -176,12 +179,13 @@ class _Search:
         found.sort(key=_best_first)
         return sorted([*found, *self._tuned(found[:3])], key=_best_first)
 
-    def _first(self) -> Iterator[_Candidate]:
+    def _first(self, ways: Iterable[tuple[dict[str, int], dict[str, Any]]]) -> Iterator[_Candidate]:
         """Yield all meshes, checkpointing modes and batch sizes that can fit once memory-saving options are added."""
         job, fixed = self._job, self._fixed
         kinds = ("none", "full") if job.compile else ("none", "selective", "full")
         loss = {} if "loss" in fixed else {"loss": "eager"}
-        for axes, mesh in itertools.product(self._axes(), _meshes(self._cluster, job, fixed)):
+        for axes, mesh in ways:
+            advance(1)
             if axes and "strategy" not in fixed and mesh["strategy"] not in _WITH_AXES:
                 continue  # the others save little time where memory is short
             for checkpointing in (job.checkpointing,) if "checkpointing" in fixed else kinds:

@@ -27,7 +27,6 @@ from fullshard.checkpoint.offline.optimizers import optimizer_record, unflatten
 from fullshard.checkpoint.offline.source import (
     Contents,
     Kind,
-    Progress,
     Source,
     cast_record,
     chunks,
@@ -35,7 +34,6 @@ from fullshard.checkpoint.offline.source import (
     plain_names,
     refuse_around,
     require_values,
-    silent,
     tensor_record,
 )
 from fullshard.checkpoint.store import committed_directory
@@ -44,6 +42,7 @@ from fullshard.checkpoint.values import decode_value
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.core.progress import advance, progress
 
 Layout = Literal["accelerate", "torch", "torchtitan"]
 
@@ -204,7 +203,6 @@ def write_dcp(
     index: int = 0,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
 ) -> None:
     """Write the model and optimizer state of a source. Only one full tensor is in memory at a time.
 
@@ -226,9 +224,9 @@ def write_dcp(
         directories = {".": {**model, **optimizer}}
     final = local_path(path).absolute()
     refuse_around(source, final)
-    with committed_directory(final, overwrite=overwrite) as temp:
+    with committed_directory(final, overwrite=overwrite) as temp, progress("writing", source.contents.nbytes):
         for name, state in directories.items():
-            _save(state, temp / name, _ReadingPlanner(source, progress))
+            _save(state, temp / name, _ReadingPlanner(source))
 
 
 def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -> None:
@@ -280,9 +278,9 @@ def _reference(kind: Kind, name: str, record: TensorRecord) -> _Reference:
 class _ReadingPlanner(DefaultSavePlanner):
     """A planner that reads each tensor from the source only when torch's writer asks for it."""
 
-    def __init__(self, source: Source, progress: Progress) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__()
-        self._source, self._progress = source, progress
+        self._source = source
         self._buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -295,7 +293,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         kind, name, record = found.place
         for part in chunks(record):
             flat[part.start : part.stop].copy_(self._source.read(kind, name, part))
-            self._progress(part.numel * whole.itemsize)
+            advance(part.numel * whole.itemsize)
         return whole
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,10 @@ from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.offline.source import (
     Contents,
     Kind,
-    Progress,
     Source,
     cast_record,
     refuse_around,
     require_values,
-    silent,
     stream,
     tensor_record,
 )
@@ -37,6 +35,7 @@ from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.core.progress import progress
 from fullshard.core.sizes import parse_size
 from fullshard.engine.precision import dtype_name
 from fullshard.features.meta_device import meta_parameters
@@ -104,7 +103,6 @@ def write_weights(
     config_from: str | Path | None = None,
     needs_config: bool = False,
     overwrite: bool = False,
-    progress: Progress = silent,
 ) -> list[str]:
     """Write a source's parameters and buffers, each once, and copy configuration and tokenizer files.
 
@@ -130,11 +128,12 @@ def write_weights(
     files = divided(entries, limit)
     final = local_path(path).absolute()
     refuse_around(source, final)
-    with committed_directory(final, overwrite=overwrite) as temp:
+    total = sum(entry.nbytes for entry in entries)
+    with committed_directory(final, overwrite=overwrite) as temp, progress("writing", total):
         for name, members in files.items():
             write_tensor_file(
                 temp / name, members, {"format": "pt"},
-                lambda entry: stream(source, "model", entry.name, records[entry.name], progress=progress),
+                lambda entry: stream(source, "model", entry.name, records[entry.name]),
             )  # fmt: skip
         write_index(temp, files)
         for file in copied:

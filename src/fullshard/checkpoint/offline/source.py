@@ -38,8 +38,6 @@ from fullshard.core.layout import Interval
 from fullshard.core.sizes import MIB
 from fullshard.engine.precision import dtype_name
 
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were just written."""
 _HELD_NBYTES = 16 * MIB
 """Size of the part of a tensor that is read, converted and written at a time."""
 
@@ -70,6 +68,11 @@ class Contents:
     def model(self) -> dict[str, TensorRecord]:
         """Return the records of parameters and buffers in one dict."""
         return {**self.parameters, **self.buffers}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all tensors in bytes."""
+        return sum(nbytes_of(record) for _, _, record in self.tensors())
 
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
         """Yield (kind, name, record) for every stored tensor. Tensors of optimizer state are named `PARAMETER/KEY`."""
@@ -167,27 +170,12 @@ def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[I
         yield Interval(start, min(start + step, whole.stop))
 
 
-def silent(nbytes: int) -> None:
-    """Do nothing. This is the default for `progress`."""
-
-
 def stream(
-    source: Source,
-    kind: Kind,
-    name: str,
-    record: TensorRecord,
-    interval: Interval | None = None,
-    *,
-    progress: Progress = silent,
+    source: Source, kind: Kind, name: str, record: TensorRecord, interval: Interval | None = None
 ) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor, or of an interval of it, in chunks that are cast to the dtype of the record.
-
-    The size of each chunk is reported to `progress` after the caller has written it.
-    """
+    """Yield the bytes of a tensor, or of an interval of it, in chunks that are cast to the dtype of the record."""
     for part in chunks(record, interval):
-        data = tensor_bytes(source.read(kind, name, part).to(dtype_of(record)))
-        yield data
-        progress(data.nbytes)
+        yield tensor_bytes(source.read(kind, name, part).to(dtype_of(record)))
 
 
 def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:

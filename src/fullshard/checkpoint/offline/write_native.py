@@ -25,13 +25,11 @@ from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.offline.source import (
     Contents,
     Kind,
-    Progress,
     RecordT,
     Source,
     cast_record,
     refuse_around,
     require_values,
-    silent,
     stream,
 )
 from fullshard.checkpoint.rng import RNG_PREFIX
@@ -42,6 +40,7 @@ from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
+from fullshard.core.progress import progress
 from fullshard.core.version import __version__
 
 _PROBE_NUMEL = 4096
@@ -59,7 +58,6 @@ def write_native(
     dtype: torch.dtype | None = None,
     optimizer_kind: str | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
 ) -> list[str]:
     """Write a checkpoint that `load_checkpoint` can read. Return one line about each part that was not converted.
 
@@ -72,7 +70,7 @@ def write_native(
     notes = list(contents.notes)
     final = location(path).absolute()
     refuse_around(source, final)
-    with new_checkpoint(final, overwrite=overwrite) as new:
+    with new_checkpoint(final, overwrite=overwrite) as new, progress("writing", contents.nbytes):
         files: dict[str, FileRecord] = {}
         for rank in range(world_size):
             for kind in ("model", "optimizer"):
@@ -82,7 +80,7 @@ def write_native(
                     if k == kind and intervals[rank].numel
                 }
                 if parts:
-                    files[new.file_of(kind, rank).name] = _write_rank_file(new, kind, rank, parts, source, progress)
+                    files[new.file_of(kind, rank).name] = _write_rank_file(new, kind, rank, parts, source)
         files |= _write_rank_states(new, source, world_size, notes)
         manifest = _manifest(new, contents, cut, files, world_size)
         if problems := structure_problems(manifest):
@@ -179,9 +177,7 @@ def _cut(contents: Contents, size: int) -> _Cut:
     return cut
 
 
-def _write_rank_file(
-    new: Store, kind: Kind, rank: int, parts: _Parts, source: Source, progress: Progress
-) -> FileRecord:
+def _write_rank_file(new: Store, kind: Kind, rank: int, parts: _Parts, source: Source) -> FileRecord:
     entries = [
         # as in a run: replicated state keeps its shape, everything else is stored as 1-D intervals
         TensorEntry(name, record.dtype, record.shape if _is_replicated(record) else (interval.numel,))
@@ -189,7 +185,7 @@ def _write_rank_file(
     ]
     return write_tensor_file(
         new.file_of(kind, rank), entries, rank_metadata(new.save_id, rank),
-        lambda entry: stream(source, kind, entry.name, *parts[entry.name], progress=progress),
+        lambda entry: stream(source, kind, entry.name, *parts[entry.name]),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from fullshard.comm.mesh import Mesh, init_mesh, joined_world_size
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.events import EventSink
+from fullshard.core.progress import advance, progress
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.extension import begin_sharding
@@ -92,29 +93,31 @@ def shard_model(
     # The model changes from here on. Errors in the plans have already been raised.
     schedule, policy = Schedule(mesh), MixedPrecisionPolicy.of(mp_policy)
     begin_sharding()
-    for plan, own in zip(plans, meshes, strict=True):
-        for slot in plan.slots:
-            slot.compute_dtype = policy.override(slot.parameter)
-        # Do this before the unit is created, because its buckets copy the current values.
-        materialize(
-            plan,
-            mesh=own,
-            stop_at=units_in(plan.modules),
-            model=model,
-            init=param_init_fn,
-            sync_module_states=sync_module_states,
-            buffer_dtype=policy.buffer_dtype,
-            weights=weights,
-        )
-        make_unit(
-            plan,
-            schedule=schedule if own is mesh else Schedule(own),  # the model's own takes its units over
-            policy=policy,
-            storage=storage,
-            frees_after_forward=None if reshard and plan.modules[0] is model else reshard,
-            values=weights,
-            prefix="",  # keep the class name, which configs, Transformers and PEFT look up
-        )
+    with progress("loading weights" if weights else "sharding", len(plans)):
+        for plan, own in zip(plans, meshes, strict=True):
+            for slot in plan.slots:
+                slot.compute_dtype = policy.override(slot.parameter)
+            # Do this before the unit is created, because its buckets copy the current values.
+            materialize(
+                plan,
+                mesh=own,
+                stop_at=units_in(plan.modules),
+                model=model,
+                init=param_init_fn,
+                sync_module_states=sync_module_states,
+                buffer_dtype=policy.buffer_dtype,
+                weights=weights,
+            )
+            make_unit(
+                plan,
+                schedule=schedule if own is mesh else Schedule(own),  # the model's own takes its units over
+                policy=policy,
+                storage=storage,
+                frees_after_forward=None if reshard and plan.modules[0] is model else reshard,
+                values=weights,
+                prefix="",  # keep the class name, which configs, Transformers and PEFT look up
+            )
+            advance(1)
     assemble([model], schedule)
     schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
     schedule.keeps_parameters, schedule.keeps_gradients = row.keeps_parameters, row.keeps_gradients
