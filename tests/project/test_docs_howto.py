@@ -99,7 +99,7 @@ def test_the_index_lists_every_page() -> None:
 def _shown(page: Path) -> Iterator[tuple[str, list[str], str]]:
     """The plans and checks of a page whose output follows, each with that output."""
     for (_, code), (language, output) in itertools.pairwise(BLOCK.findall(page.read_text(encoding="utf-8"))):
-        words = shlex.split(code, comments=True)
+        words = shlex.split(code.replace("\\\n", ""), comments=True)
         if language == "text" and words[:2] in (["fullshard", "plan"], ["fullshard", "config"]):
             yield page.stem, words[1:], output
 
