@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-slice test-gpu test-versions test-xla test-web mutants lint format docs bench bench-more bench-gpu bench-rehearsal clean
+.PHONY: help venv train test test-full test-slice test-gpu test-versions test-xla test-web mutants lint format docs dist bench bench-more bench-gpu bench-rehearsal clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -136,8 +136,22 @@ $(VENV)/.docs: $(VENV)/.dev
 	$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
-docs: $(VENV)/.docs  ## build the site of the documentation into build/site
+docs: $(VENV)/.docs  ## build the documentation of this version into build/site, beside those of others
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+
+DIST_VENV ?= .venv-dist
+
+$(DIST_VENV)/.dist:
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install --quiet build twine cyclonedx-bom
+	@touch $@
+
+dist: $(DIST_VENV)/.dist  ## build and check the wheel and the sdist in dist/, and the tested versions as build/sbom.json
+	rm -rf dist
+	$(DIST_VENV)/bin/python -m build
+	$(DIST_VENV)/bin/twine check --strict dist/*
+	mkdir -p build
+	$(DIST_VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-file build/sbom.json constraints.txt
 
 bench: $(VENV)/.bench  ## compare with the other engines on 2 processes (options: ARGS="--quick")
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -1,7 +1,11 @@
-"""What mkdocs adds to the pages of this folder: pages that lie elsewhere, every command's help, links that lead out."""
+"""What mkdocs adds to the pages of this folder: pages that lie elsewhere, every command's help, links that lead out.
+
+Beside the site, which is the folder of one version, it writes a list of the versions and a page that opens the newest.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -10,6 +14,7 @@ from typing import Any
 
 import typer
 from mkdocs.structure.files import File, Files
+from packaging.version import InvalidVersion, Version
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
@@ -27,12 +32,51 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
+def on_config(config: Any) -> Any:
+    """Say at the foot of each page which version it describes. From a disk, that is the only place that says so."""
+    from fullshard import __version__
+
+    config.copyright = f"{config.site_name} {__version__}"
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add what is not in docs/."""
     pages = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in ELSEWHERE.items()}
     for page, text in {**pages, "cli.md": commands(), "decisions/index.md": decisions()}.items():
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    """Keep a page from asking the repository's host for numbers: nothing is fetched from elsewhere."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def on_post_build(*, config: Any) -> None:
+    """List the versions beside this one, for the menu of versions, and open the newest from the folder above."""
+    folder = Path(config.site_dir)
+    if not is_version(folder.name):
+        return  # `mkdocs serve`, and a folder that was asked for
+    names = [path.parent.name for path in folder.parent.glob("*/index.html")]
+    versions = sorted(filter(is_version, names), key=Version, reverse=True)
+    entries = [{"version": name, "title": name, "aliases": []} for name in versions]
+    (folder.parent / "versions.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    links = "\n".join(f'<p><a href="{name}/index.html">{config.site_name} {name}</a></p>' for name in versions)
+    page = (
+        f'<!doctype html>\n<meta charset="utf-8">\n<title>{config.site_name}</title>\n'
+        f'<meta http-equiv="refresh" content="0; url={versions[0]}/index.html">\n{links}\n'
+    )
+    (folder.parent / "index.html").write_text(page, encoding="utf-8")
+
+
+def is_version(name: str) -> bool:
+    """Return whether a folder is named after a version."""
+    try:
+        Version(name)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
@@ -50,8 +94,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 def resolve(target: str, folder: str, uri: str, repository: str, files: Files) -> str:
     """A link for the page `uri` of the site, from one that holds for a file in this folder of the repository."""
     base = f"{repository}/blob/main/"
-    if target.startswith(base):
-        target, folder = target.removeprefix(base), ""
+    for start in (base, f"{repository}/raw/main/"):
+        if target.startswith(start):
+            target, folder = target.removeprefix(start), ""
     if target.startswith("#") or re.match(r"\w+:", target):
         return target
     path, hash_, anchor = target.partition("#")

@@ -273,8 +273,11 @@ def test_links_of_the_readme_hold_on_a_package_page() -> None:
 @pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs"), pytest.importorskip("mkdocstrings"), pytest.importorskip("material")
+    (tmp_path / "0.0.9").mkdir()
+    (tmp_path / "0.0.9" / "index.html").write_text("an earlier version")
+    site = tmp_path / fullshard.__version__
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -283,12 +286,16 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    cli = (tmp_path / "site" / "cli.html").read_text()
+    cli = (site / "cli.html").read_text()
     assert all(f"fullshard {name}" in cli for name in COMMANDS)
-    assert "gradient_accumulation_steps" in (tmp_path / "site" / "api.html").read_text()
+    assert "gradient_accumulation_steps" in (site / "api.html").read_text()
     outside = [
         page
-        for page in (tmp_path / "site").rglob("*.html")
-        if re.search(r'(src|stylesheet" href)="https?:', page.read_text())
+        for page in site.rglob("*.html")
+        if re.search(r'(src|stylesheet" href)="https?:|data-md-component="source"', page.read_text())
     ]
     assert outside == []
+    assert "rendezvous" in (site / "search" / "search_index.js").read_text()  # which a page reads from a disk, too
+    versions = [entry["version"] for entry in json.loads((tmp_path / "versions.json").read_text())]
+    assert versions == [fullshard.__version__, "0.0.9"]
+    assert f"url={fullshard.__version__}/index.html" in (tmp_path / "index.html").read_text()
