@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown.extensions.toc import slugify
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
@@ -247,6 +248,22 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (ROOT / path.removeprefix(f"{base}/blob/main/")).exists(), link
         elif path and not re.match(r"https?:", path) and path not in MADE:
             assert (page.parent / path).exists(), link
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings in the site."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = (re.sub(r"`|\]\([^)]*\)|\[", "", title) for title in re.findall(r"^#+ (.*)", text, re.MULTILINE))
+    return {slugify(title, "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=list(NAMES.values()))
+def test_links_lead_to_headings(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text().replace(f"{repository()}/blob/main/", f"{ROOT}/"), flags=re.DOTALL)
+    for path, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", text):
+        target = page.parent / path if path else page
+        if target.suffix == ".md" and path not in MADE and target.name != "api.md":  # whose anchors mkdocstrings makes
+            assert anchor in anchors(target), f"{path}#{anchor}"
 
 
 MADE = {"../cli.md", "../examples.md", "cli.md", "examples.md"}

@@ -185,6 +185,11 @@ def check_as_torchs(sequence: bool) -> None:
         (fullshard.fully_shard, fullshard.MixedPrecisionPolicy),
     ):
         model = parallelize(build(torch.float32), mesh["tp"], sequence=sequence)
+        if hasattr(torchs.FSDPModule, "finalize_backward"):
+            # Since torch 2.15, its engine does not round gradients that a kernel computes in more bits than the
+            # parameter has. Here only the norms have such a kernel.
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("norm" not in name)
         shard(model, mesh["dp"], fully_shard, mp_policy=policy(**policies))
         results.append((train(model, part, 2, norm=None), [p.full_tensor() for p in model.parameters()]))
     assert results[0][0] == results[1][0]

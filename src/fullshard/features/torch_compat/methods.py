@@ -46,7 +46,6 @@ def check_data_parallel() -> None:
 _STAGING = "there are no staging buffers"
 _FIXED: Mapping[str, tuple[Callable[..., object], str]] = {
     "_set_unshard_async_op": (lambda self, async_op: True, "gathers are always asynchronous"),
-    "finalize_backward": (lambda self, *, async_op=False: False, "every backward completes its own reductions"),
     "set_allocate_memory_from_process_group_for_comm": (lambda self, enable: not enable, _STAGING),
     "set_custom_all_gather": (
         lambda self, comm: False,
@@ -61,8 +60,8 @@ _FIXED: Mapping[str, tuple[Callable[..., object], str]] = {
         "all reductions are sums, and their divisor is applied separately",
     ),
     "set_manual_backward_finalization": (
-        lambda self, enabled: not enabled,
-        "unreduced gradients are reduced at the end of backward (set_requires_gradient_sync(False) defers that)",
+        lambda self, enabled: True,
+        "every backward completes its reductions, and finalize_backward() reduces what earlier ones deferred",
     ),
     "set_reduce_scatter_unused_params": (
         lambda self, reduce_scatter_unused_params, *, recurse=True: True,
@@ -103,6 +102,13 @@ def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: tor
     current.wait_stream(stream)
 
 
+class GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` returns."""
+
+    def wait(self) -> None:
+        """Return at once, because the reduction is complete."""
+
+
 class TorchMethods(FSDPModule):
     """The methods of torch's `FSDPModule`, with torch's names and arguments. Methods without effect are in `_FIXED`."""
 
@@ -121,6 +127,14 @@ class TorchMethods(FSDPModule):
                 hint="call it on the module that was passed to fully_shard last",
             )
         schedule.reset()
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the model's gradients that backwards under `set_requires_gradient_sync(False)` have deferred.
+
+        Every rank must call this after `set_requires_gradient_sync(True)`. The pipeline schedules of torch 2.15 do so.
+        """
+        require_unit(self).schedule.backward.reduce_if_kept()
+        return GradientReductionHandle() if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the number by which the sum of gradients over all ranks is divided; by default, the number of ranks."""
@@ -197,14 +211,14 @@ class TorchMethods(FSDPModule):
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         TorchCompat.of(require_unit(self).schedule).set_reductions_in_flight(max_input_buffers)
 
-    def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether resharding keeps a unit's memory, so that unsharded parameters keep their addresses.
 
         Kernel graphs (such as CUDA graphs) need this. It takes as much memory as if the units were never resharded, and
         parameters are still gathered each time.
         """
         for unit in self._units(recurse):
-            unit.keeps_memory = keep_unsharded_storage
+            unit.keeps_memory = keep
 
     def _get_fsdp_state(self) -> Any:
         return TorchState(require_unit(self))
