@@ -108,6 +108,7 @@ def test_models_without_sdpa_and_models_nobody_builds() -> None:
     assert simulate(transformers_model(gemma), Job.of({"seq_len": 16}), world_size=4).differences == []
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 99}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "n_routed_experts": 8}
+    sizes |= {"n_group": 1, "topk_group": 1}
     sizes |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     kimi = {**MODELS["Kimi-K2"], **sizes}
     assert simulate(transformers_model(kimi), Job.of({"seq_len": 16}), world_size=4).differences == []

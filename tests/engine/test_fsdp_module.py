@@ -347,9 +347,16 @@ def check_deferred_reduction(model: Any, plain: nn.Module) -> None:
     plain.zero_grad()
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
+    sums = [torch.zeros_like(parameter) for parameter in plain.parameters()]
     for step in (4, 5):
         sharded_step(model, run_squared, step)
+        plain.zero_grad()
         reference_step(plain, run_squared, step)
+        for total, parameter in zip(sums, plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+    for total, parameter in zip(sums, plain.parameters(), strict=True):
+        parameter.grad = total
     assert model.finalize_backward() is None
     assert all(parameter.grad is None for parameter in model.parameters()), "there is nothing to reduce yet"
     model.set_requires_gradient_sync(True)
