@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fullshard.plan.activations import layer_activations
 from fullshard.plan.axes import Message
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.experts import added_seconds, dispatched_nbytes, operations, selected_nbytes
@@ -23,6 +25,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.library import MODELS, load_model
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.work import HEAD_NORM_KERNELS, LAYER_KERNELS, LAYER_VIEWS, forward_flops
+from tests.plan.allocations import peak_of
 from tests.plan.test_plan_time import Counting
 
 TINY: dict[str, Any] = {
@@ -80,6 +83,33 @@ def test_tokens_are_moved_as_often_as_in_transformers() -> None:
     print(f"planned {[p / row for p in planned]} passes, found {[f / row for f in found]}")
     assert planned[0] == found[0] + row
     assert planned[1] == pytest.approx(found[1], abs=1.5 * row)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_backward_of_experts_begins_with_their_weights(kind: str) -> None:
+    """The most that a layer has allocated, with its output in place of the gradient that comes in.
+
+    The second model computes these weights, and what they weight, in float32. An eighth of it is smaller tensors.
+    """
+    config = {**TINY, "hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 8, "num_hidden_layers": 1}
+    config |= {"n_routed_experts": 16, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "model_type": kind}
+    net: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="sdpa", experts_implementation="grouped_mm"
+    ).bfloat16()
+    inputs = torch.randn(1, 1024, 128, dtype=torch.bfloat16, requires_grad=True)
+    positions = net.model.rotary_emb(inputs, torch.arange(1024)[None])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out = net.model.layers[0](inputs, position_embeddings=positions, attention_mask=None)
+        with record_function("measured"):
+            out.backward(torch.ones_like(out))
+        with record_function("after"):
+            pass
+    job = Job.of({"attention": "sdpa", "seq_len": 1024})
+    planned = layer_activations(from_config(config, where="a test")[0].blocks[0], job, DEVICES["CPU"])
+    most = planned.kept - planned.inputs + max(planned.working, planned.weighting)
+    print(f"{kind}: planned {most}, of which {planned.weighting} for weights; found {peak_of(profiler)}")
+    assert planned.weighting > 2.5 * planned.working
+    assert most == pytest.approx(peak_of(profiler), rel=0.13)
 
 
 @pytest.mark.parametrize("experts", ["grouped", "eager"])

@@ -70,6 +70,8 @@ class LayerActivations:
         inputs: the part of `kept` that is the layer's own input.
         recomputed: bytes of the tensors that backward recomputes and holds in addition to `kept`.
         working: bytes of temporaries in backward, which are the gradients of the widest tensors.
+        weighting: bytes of temporaries when backward begins, before there is a gradient of a weight: three tensors as
+            wide as the outputs of all experts, for the gradients of their weighted sum, of them and of their weights.
         in_product: bytes of temporaries while the gradient of a large weight is computed. One of the widest tensors has
             been freed by then.
     """
@@ -78,6 +80,7 @@ class LayerActivations:
     inputs: int
     recomputed: int
     working: int
+    weighting: int
     in_product: int
 
 
@@ -94,7 +97,11 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
     within = max(_working_on_scores(block, job, device), exchanging_nbytes(block, job))
     # By then, the tensors of the feed-forward part have been freed.
     working = max(feeding, (within - width * _feed_forward_tensors(block, job) * block.active_intermediate) * tokens)
-    inputs, temporaries = width * block.hidden * job.tokens, (working, feeding - widest * tokens)
+    weighting = 0
+    if block.experts and job.experts == "grouped":
+        each = max(width, 4) if block.float32_router else width
+        weighting = (round(3 * each * block.experts_per_token * block.load) + width) * block.hidden * tokens
+    inputs, temporaries = width * block.hidden * tokens, (working, weighting, feeding - widest * tokens)
     if job.checkpointing == "none":
         return LayerActivations(whole, inputs, 0, *temporaries)
     if job.checkpointing == "full":

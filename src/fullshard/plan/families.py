@@ -47,6 +47,7 @@ class Family:
         mlp: name of the feed-forward part.
         mixture: the parts of a mixture of experts, in definition order. If one is `biased_router`, experts have biases.
         expert_width: the field that contains an expert's width.
+        float32_router: whether the weights by which the experts' outputs are multiplied are float32.
         is_transposed: whether the weights of experts have the shape (experts, inputs, outputs).
         norms: the norms in definition order.
         tied: whether the head shares the embedding's weight if the file does not state it.
@@ -64,6 +65,7 @@ class Family:
     mlp: str = "mlp"
     mixture: tuple[str, ...] = ()
     expert_width: tuple[str, ...] = ("moe_intermediate_size", "intermediate_size")
+    float32_router: bool = False
     is_transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     tied: bool = False
@@ -210,6 +212,7 @@ def _feed_forward(fields: Fields, family: Family, at: str, index: int) -> _Part:
         "fused_gate": True,
         "experts": experts,
         "experts_per_token": per_token,
+        "float32_router": family.float32_router,
         "shared_intermediate": shared,
     }
 
@@ -325,12 +328,17 @@ _ROWS = {
     "olmo3": dataclasses.replace(_OLMO, window_period=4),
     "smollm3": Family(bias="attention_bias", tied=True),
     "phi3": Family(attention="fused", window_period=1),
-    "mixtral": Family(mixture=("gate", "experts"), window_period=1),
+    "mixtral": Family(mixture=("gate", "experts"), float32_router=True, window_period=1),
     "qwen2_moe": dataclasses.replace(_QWEN2, mixture=("gate", "experts", "shared_expert", "shared_expert_gate")),
     "qwen3_moe": dataclasses.replace(_QWEN3, mixture=("experts", "gate")),
-    "deepseek_v3": Family(attention="latent", mixture=_SHARED),
+    "deepseek_v3": Family(attention="latent", mixture=_SHARED, float32_router=True),
     "glm4_moe": Family(
-        bias="attention_bias", has_output_bias=False, head_norms="head", norm_flag="use_qk_norm", mixture=_SHARED
+        bias="attention_bias",
+        has_output_bias=False,
+        head_norms="head",
+        norm_flag="use_qk_norm",
+        mixture=_SHARED,
+        float32_router=True,
     ),
     "gpt_oss": Family(
         bias="attention_bias",

@@ -286,7 +286,8 @@ class _Ledger:
             return self._collect(unit)
         self.now["activations"] += layer.recomputed
         working, in_product = self._temporary(unit, layer), layer.in_product + self._dequantised(unit)
-        moments = [*self._for_a_moment({"activations": working}), *self._collect(unit, in_product)]
+        first = max(working, layer.weighting)
+        moments = [*self._for_a_moment({"activations": first}), *self._collect(unit, in_product)]
         return moments + self._for_a_moment({"activations": working})
 
     def _leave_loss(self) -> list[dict[str, int]]:

@@ -141,6 +141,7 @@ class Block:
         fused_gate: whether one matrix product computes both of these projections, so that one tensor holds both.
         norms: number of norms of width `hidden`.
         head_norms: whether queries and keys are normalised, too.
+        float32_router: whether the weights of the experts' outputs are float32 in every precision.
         shared_intermediate: width of the expert that processes every token; 0 if there is none.
         sliced_values: whether one projection computes queries, keys and values. The values are then a slice of its
             output, whereas rotation copies the queries and keys.
@@ -164,6 +165,7 @@ class Block:
     head_norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    float32_router: bool = False
     shared_intermediate: int = 0
     sliced_values: bool = False
     float32_scores: bool = True
