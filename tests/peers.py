@@ -12,19 +12,32 @@ loss's backward (all activations and the logits) and a layer's backward (all inp
 | root's gradient | compute dtype, reduced when it is complete | the same | the reduce input, from the start |
 | LoRA inputs | with dropout, a copy and a mask per target | | PEFT's too; a plan assumes no dropout |
 | logits | float32, with a shifted copy (Transformers before 4.45) | one copy | one copy |
+| experts | | outputs and their weights are multiplied in float32 (torchtitan, prime-rl) | in the router's dtype |
+
+Three more things are in other engines only:
+
+* `whole`: every device has a whole copy of the model, so that nothing is sharded or gathered.
+* `k-bit`: the same, after PEFT's `prepare_model_for_kbit_training`, which casts norms, embeddings and head to float32.
+  A float32 norm has a float32 output, and bitsandbytes' layers return the dtype of their input, so all activations are
+  float32. Autocast makes a copy of the head's weight, which its backward needs.
+* Until version 0.43.2 (July 2024), bitsandbytes' 4-bit layers kept their inputs for backward, although they are frozen
+  (bitsandbytes pull request 1270).
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), fully_shard/_fsdp_collectives.py (FSDP2),
-transformers/models/llama/modeling_llama.py 4.39, peft/tuners/lora/layer.py 0.10, bitsandbytes/functional.py.
+transformers/models/llama/modeling_llama.py 4.39, peft/tuners/lora/layer.py 0.10, peft/utils/other.py 0.14,
+bitsandbytes/functional.py, autograd/_functions.py and nn/modules.py, prime-rl d8f290ef (trainer/models/layers/moe.py
+and lora/multi_moe.py, utils/act_offloading.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.core.dtypes import itemsize
-from fullshard.plan.activations import layer_activations
+from fullshard.plan.activations import LayerActivations, layer_activations
 from fullshard.plan.evaluate import Plan
 from fullshard.plan.experts import slowdown
 from fullshard.plan.hardware import DEVICES
@@ -33,14 +46,17 @@ from fullshard.plan.job import Job
 from fullshard.plan.losses import BACKWARD_LOSS_NBYTES, moved_nbytes
 from fullshard.plan.memory import fragments_nbytes
 from fullshard.plan.methods import apply_method
-from fullshard.plan.shapes import ModelShape, UnitShape
+from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 Tool = Literal["allocated", "reserved", "nvidia-smi"]
 """What was measured: tensors; what the allocator holds; all the device holds."""
 
-CONTEXT = 3 * 2**29
+CONTEXT, NCCL = 2**29, 2**30
 """Bytes that only nvidia-smi sees: the CUDA context with its kernels (0.4 to 0.6 GiB) and NCCL's buffers (about 1 GiB
-for the communicators of one job)."""
+for the communicators of one job on several devices)."""
+
+INFLIGHT = 5
+"""Inputs of layers that are on the device at a time if prime-rl moves them to the host (`max_inflight_activations`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +64,27 @@ class Peer:
     """How another engine runs a job.
 
     Attributes:
-        engine: `fsdp1` or `fsdp2`.
+        engine: `fsdp1`, `fsdp2`, or one of the engines above that shard nothing.
         tool: what the figure was measured with.
         dropout: whether LoRA inputs are dropped out, so that each target keeps its own copy.
         logit_nbytes: bytes per logit at the worst moment of the loss. Transformers before 4.45: the returned float32
             logits, log-softmax's output, its gradient, and that of its input. torchtitan frees the logits first.
         adapter_dtype: dtype of adapters and their optimizer state.
+        spare_adapters: copies of the adapters' weights for other runs, which have neither gradients nor state.
+        keeps_inputs: whether 4-bit layers keep their inputs.
     """
 
-    engine: Literal["fsdp1", "fsdp2"] = "fsdp1"
+    engine: Literal["fsdp1", "fsdp2", "whole", "k-bit"] = "fsdp1"
     tool: Tool = "reserved"
     dropout: bool = True
     logit_nbytes: int = 4 + BACKWARD_LOSS_NBYTES
     adapter_dtype: str = "float32"
+    spare_adapters: int = 0
+    keeps_inputs: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self.engine in ("whole", "k-bit")
 
 
 def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[str, int]:
@@ -75,15 +99,16 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
     if peer.dropout and job.method != "full":
         job = job.model_copy(update={"lora_dropout": 0.1})
     trained = apply_method(model, job)
-    persistent = _persistent(trained, job, peer, ranks)
-    loss, layer = _loss_moment(trained, job, peer), _layer_moment(trained, job, peer, ranks)
+    shards = 1 if peer.is_whole else ranks
+    persistent = _persistent(trained, job, peer, shards)
+    loss, layer = _loss_moment(trained, job, peer), _layer_moment(trained, job, peer, shards)
     worst = loss if sum(loss.values()) > sum(layer.values()) else layer
-    terms = {**persistent, **_gathered(trained, job, peer), **worst}
+    terms = {**persistent, **({} if peer.is_whole else _gathered(trained, job, peer)), **worst}
     transient = sum(terms.values()) - sum(persistent.values())
     if peer.tool != "allocated":
         terms["allocator"] = fragments_nbytes(transient)
     if peer.tool == "nvidia-smi":
-        terms["context"] = CONTEXT
+        terms["context"] = CONTEXT + NCCL * (ranks > 1)
     return {name: nbytes for name, nbytes in terms.items() if nbytes}
 
 
@@ -92,23 +117,26 @@ def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str
     width = itemsize(main)
     trained = model.trainable_numel
     frozen = sum(p.nbytes for p in model.parameters if not p.trainable and p.role != "scale")
+    if peer.engine == "k-bit":
+        frozen += sum(4 * p.numel - p.nbytes for p in model.parameters if not p.trainable and not p.exact)
     on_device = 0 if job.offload else 1
     return {
         "frozen parameters": on_device * frozen // ranks,
         "scales": sum(p.nbytes for p in model.parameters if p.role == "scale"),
-        "main weights": on_device * trained * width // ranks,
+        "main weights": on_device * trained * width * (1 + peer.spare_adapters) // ranks,
         "optimizer state": round(on_device * trained * job.planned_optimizer.state_nbytes(main) / ranks),
     }
 
 
-def _unit_nbytes(unit: UnitShape, job: Job) -> int:
+def _unit_nbytes(unit: UnitShape, job: Job, spare: int = 0) -> int:
     """The unit as it is gathered: floating parameters in the compute dtype, bytes as they are, scales never."""
     compute = itemsize(job.compute_dtype)
-    return sum(p.nbytes if p.exact else p.numel * compute for p in unit.parameters if p.role != "scale")
+    counts = ((p, 1 + spare * (".lora_" in p.name)) for p in unit.parameters if p.role != "scale")
+    return sum(count * (p.nbytes if p.exact else p.numel * compute) for p, count in counts)
 
 
 def _gathered(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
-    unit = max(_unit_nbytes(unit, job) for unit in model.units[:-1])
+    unit = max(_unit_nbytes(unit, job, peer.spare_adapters) for unit in model.units[:-1])
     return {
         "root unsharded": _unit_nbytes(model.root, job),
         # FSDP2 copies parameters out of its gather buffers, two of which are alive.
@@ -116,26 +144,62 @@ def _gathered(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
     }
 
 
-def _kept(model: ModelShape, job: Job) -> int:
-    return sum(layer_activations(block, job, DEVICES["H100"]).kept for block in model.blocks)
+def _layer(block: Block, job: Job, peer: Peer) -> LayerActivations:
+    """What a layer keeps, with the inputs of 4-bit layers that nothing else keeps, and in float32 after `k-bit`."""
+    if peer.engine == "k-bit":  # attention runs in bfloat16, in a kernel that a CPU has in float32, too
+        return layer_activations(block, job.model_copy(update={"precision": "fp32"}), DEVICES["CPU"])
+    layer, inputs = layer_activations(block, job, DEVICES["H100"]), 0
+    if peer.keeps_inputs and job.method == "qlora":
+        read = block.adapters.read_once if block.adapters and not block.adapters.dropout else 0
+        widths = 2 * block.hidden + block.active_intermediate
+        inputs = max(0, widths - read) * itemsize(job.compute_dtype) * job.tokens
+    if peer.engine == "fsdp2" and block.experts:
+        whole, weighting = _mixture(block, job)
+        kept = whole if job.checkpointing == "none" else layer.kept
+        return dataclasses.replace(layer, kept=kept, recomputed=whole - kept * (kept == whole), working=weighting)
+    if job.checkpointing == "none":
+        return dataclasses.replace(layer, kept=layer.kept + inputs)
+    return dataclasses.replace(layer, recomputed=layer.recomputed + inputs)
+
+
+def _mixture(block: Block, job: Job) -> tuple[int, int]:
+    """What torchtitan's mixture keeps in a layer, and the temporaries when its backward begins.
+
+    Kept are the tokens of all experts, four tensors as wide as the experts, and the outputs in float32. Their product
+    with the weights is a float32 tensor, whose gradient is one. Both gradients of the product are, too, before the
+    second is summed. These are single operations: the routed layers cannot be compiled whole.
+    """
+    plain = dataclasses.replace(block, experts=0, experts_per_token=0, intermediate=0, adapters=None)
+    width, each = itemsize(job.compute_dtype), block.experts_per_token * block.hidden
+    kept = (width + 4) * each + 4 * width * block.experts_per_token * block.intermediate
+    kept += 2 * width * block.shared_intermediate
+    whole = layer_activations(plain, job.model_copy(update={"checkpointing": "none"}), DEVICES["H100"]).kept
+    return whole + kept * job.tokens, 3 * 4 * each * job.tokens
+
+
+def _kept(model: ModelShape, job: Job, peer: Peer) -> int:
+    """What all layers keep until their backward. If it is on the host, only the last inputs are on the device."""
+    kept = [_layer(block, job, peer).kept for block in model.blocks]
+    return sum(kept[-INFLIGHT:] if job.offload_activations else kept)
 
 
 def _loss_moment(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
     logits = job.tokens * model.vocab * peer.logit_nbytes if job.loss == "eager" else 0
-    return {"activations kept": _kept(model, job), "logits and loss": logits}
+    cast = 2 * model.vocab * model.hidden if peer.engine == "k-bit" else 0
+    return {"activations kept": _kept(model, job, peer), "logits and loss": logits, "head in bfloat16": cast}
 
 
 def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
-    block = model.blocks[0]
     unit = max(model.units[:-1], key=lambda unit: unit.numel)
-    layer = layer_activations(block, job, DEVICES["H100"])
+    layers = [_layer(block, job, peer) for block in dict.fromkeys(model.blocks)]
+    layer = max(layers, key=lambda layer: layer.recomputed + layer.working)
     compute = itemsize(job.compute_dtype)
     trained = sum(p.numel for p in unit.parameters if p.trainable)
     width = itemsize(job.main_dtype if job.method == "full" else peer.adapter_dtype)
     packed = max((p.numel for p in unit.parameters if p.exact), default=0)
     on_device = 0 if job.offload else 1
     return {
-        "activations kept": _kept(model, job),
+        "activations kept": _kept(model, job, peer),
         "one layer recomputed": layer.recomputed,
         "temporaries": layer.working,
         "unpacked weight": 2 * packed * compute,

@@ -14,9 +14,10 @@ Sources, by repository and commit:
 
     prime-rl      PrimeIntellect-ai/prime-rl 559b4477, benchmarks/baselines: FSDP2, compiled, full checkpointing. The
                   speed of an `rl` run is its tokens divided by its step's time, as its throughput counts waiting.
-                  Weights are float32, frozen ones, too; an `rl` run computes its loss in chunks, and with LoRA has room
-                  for the adapters of four runs. `prime_rl_seconds` has what else `rl` runs of January do. With LoRA on
-                  a B200, experts are a loop (d8f290ef, layers/lora/multi_moe.py: grouped products only on Hopper)
+                  Weights are float32, frozen ones, too; an `rl` run computes its loss in chunks, and with LoRA holds
+                  the adapters of four runs, one of which is trained. `prime_rl_seconds` has what else `rl` runs of
+                  January do. With LoRA on a B200, experts are a loop (d8f290ef, layers/lora/multi_moe.py: grouped
+                  products only on Hopper)
     YaFSDP        yandex/YaFSDP 669fc366, README.md, the column of FSDP1, seconds turned into tokens per second. The
                   network is not named. Runs that checkpoint a part of the layers are left out: no plan does that
     Automodel     NVIDIA-NeMo/Automodel 36044ad3, docs/performance-summary.mdx and the configurations it names: runs
@@ -34,7 +35,9 @@ Sources, by repository and commit:
                   checkpoint
     litgpt        Lightning-AI/litgpt, tutorials/resource-tables.md: memory with Alpaca's longest example, 1,304 tokens
     Unsloth       unsloth.ai/docs/basics/unsloth-benchmarks, "Hugging Face + FA2": the longest sequence that fits, so
-                  its memory is the card's. The optimizer is that of Unsloth's examples
+                  its memory is the card's. The optimizer is that of Unsloth's examples. The model is prepared with
+                  PEFT's `prepare_model_for_kbit_training` (an assumption: constant and slope of the four lengths on
+                  Llama-3.1-8B are those of weights and activations in float32)
     XTuner        InternLM/xtuner 1cc5ef98, xtuner/configs/llama/llama3_8b: DeepSpeed's ZeRO-3, and Ulysses
 
 torchtune's table of Llama 3.1 (README.md) is left out. It does not say which runs checkpoint, and its speeds on an
@@ -78,20 +81,16 @@ REASONS = {
     "ada": "the cloud hosts' links and power limits are unknown",
     "board": "an old main board with slow PCIe; the plan takes 4.0 x8",
     "experts": "experts as batched products, all as large as the busiest expert's, behind a router that is not trained",
-    "experts kept": "what experts keep for backward, and copies of tokens in the order of experts",
     "folded": "a loop over experts in which adapters are separate products; the plan adds them to the weights first",
     "full": "states of 60 GiB leave the allocator of an 80 GB card little room",
     "h200": "compiled with checkpointing: the plan's products are slower than these",
     "host": "0.25 to 0.32 s of a step that do not grow with its tokens; the cause is unknown",
     "later": "a later version of the trainer, which needs less beside its states",
-    "logits": "Transformers' loss kept about 18 bytes per logit, by the difference of two of these lengths",
     "loops": "adapters of four runs as a loop, which waits for the device several times per layer",
     "network": "2,048 tokens do not hide gathers, and the network is unknown; the plan takes 200 Gb/s per device",
-    "offloaded": "less stays on the device than in the plan when inputs are on the host",
     "routing": "1.8 to 2.6 s of a step: tokens are copied to padded groups and back, and summed one by one in bfloat16",
     "small": "adapters of four runs wait for the device in each linear layer, and a small model's work is short",
     "tp": "the plan keeps more whole on each rank of a tensor-parallel group",
-    "transformers": "Transformers before 4.45 kept logits in float32 twice",
 }
 """Why a prediction is more than 25 % off, by the word in the column `reason`.
 
@@ -100,8 +99,8 @@ Most name a difference that was not measured."""
 REACHED = {
     "speed": {"dense": 0.09, "moe": 0.13, "small": 0.11, "short": 0.16, "compiled": 0.10, "lora": 0.11, "qlora": 0.16,
               "amd": 0.17, "wires": 0.16, "transformer-engine": 0.13},
-    "memory": {"dense": 0.07, "moe": 0.12, "small": 0.12, "short": 0.11, "compiled": 0.11, "lora": 0.07, "qlora": 0.26,
-               "wires": 0.13},
+    "memory": {"dense": 0.07, "moe": 0.04, "small": 0.10, "short": 0.04, "compiled": 0.05, "lora": 0.04, "qlora": 0.10,
+               "wires": 0.10},
 }  # fmt: skip
 """The largest median error of each kind. What is aimed for: speed 10 % (dense) and 15 % (moe, small), memory 7 %."""
 
@@ -135,10 +134,18 @@ class Run:
     @property
     def peer(self) -> Peer | None:
         """Whose memory is published. One that keeps its inputs for dropout says so with a rate."""
-        engine, tool = self.values["engine"], self.values["tool"]
-        if engine not in ("fsdp1", "fsdp2"):
+        engine, tool, source = (self.values[name] for name in ("engine", "tool", "source"))
+        month = source.rpartition(" ")[2]
+        if not engine:
             return None
-        return Peer(engine, tool, dropout="lora_dropout" in self.values["more"])  # type: ignore[arg-type]
+        return Peer(
+            engine,  # type: ignore[arg-type]
+            tool,  # type: ignore[arg-type]
+            dropout="lora_dropout" in self.values["more"],
+            logit_nbytes=16 if engine.startswith("fsdp") or month < "2024-09" else 12,
+            spare_adapters=3 if source.startswith("prime-rl") and self.job.method == "lora" else 0,
+            keeps_inputs=month < "2024-07",
+        )
 
     @property
     def reads_positions(self) -> bool:
