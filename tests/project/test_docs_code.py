@@ -134,7 +134,7 @@ BEFORE: dict[str, list[str]] = {
         MESHES + "experts = nn.Module(); experts.weight = nn.Parameter(torch.zeros(4, 8)); model.experts = experts\n",
     ],
     "docs/torchacc.md": [TORCHACC, SCHEDULER + TRAINED, "", ""],
-    "docs/tracking.md": ["", ""],
+    "docs/tracking.md": [""],
     "docs/trainer.md": [""],
 }
 TOGETHER = ("docs/howto/hf-weights.md", "docs/torchacc.md")
