@@ -21,14 +21,16 @@ from fullshard.observe import StepMetrics
 
 def step(number: int) -> str:
     """A line of the metrics file."""
-    return StepMetrics(number, 2.5, 1e-3, 1.0, 0.5, 1234.0, 0.0, (GIB, 2 * GIB)).to_json() + "\n"
+    held_out = 2.75 if number == 20 else None
+    metrics = StepMetrics(number, 2.5, 1e-3, 1.0, 0.5, 1234.0, 0.0, (GIB, 2 * GIB), held_out_loss=held_out)
+    return metrics.to_json() + "\n"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / "metrics.jsonl").write_text("".join(map(step, range(1, 31))))
     (tmp_path / "settings.json").write_text(json.dumps({"--steps": {"value": 50, "origin": "given"}}))
-    (tmp_path / "environment.json").write_text(json.dumps({"ranks": 2}))
+    (tmp_path / "environment.json").write_text(json.dumps({"ranks": 2, "hosts": "one, three, two"}))
     journal = Journal(tmp_path / "events.jsonl", rank=0)
     journal.note(Happening.START, host="one")
     journal.note(Happening.SAVE, path="here/step-20", host="one")
@@ -49,11 +51,11 @@ def test_a_run_that_trains(run: Path) -> None:
     code, text = watched(run, "--once")
     shown = {line[:16].strip(): line[16:] for line in text.splitlines()}
     assert code == 0 and "ended" not in shown
-    assert shown["step"] == "30 of 50" and shown["time left"] == "0:00:10, without saves"
-    assert shown["loss"] == "2.5000" and shown["tokens/s"] == "1,234"
+    assert shown["step"] == "30 of 50" and shown["time left"] == "0:00:10, without saves and evaluations"
+    assert shown["loss"] == "2.5000" and shown["held-out loss"] == "2.7500" and shown["tokens/s"] == "1,234"
     assert shown["memory"] == "2.00 GiB on the fullest of 2 ranks"
     assert shown["last checkpoint"].startswith("here/step-20, 20")
-    assert shown["hosts"] == "one, two"
+    assert shown["hosts"] == "one, three, two"
     assert shown["last trouble"].startswith("slow at 20") and shown["last trouble"].endswith("rank 1 is slow")
 
 

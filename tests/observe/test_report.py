@@ -24,7 +24,7 @@ from fullshard.cli.main import app
 from fullshard.cli.options import file_word
 from fullshard.core.errors import DataError, MissingExtraError
 from fullshard.observe import StepMetrics
-from fullshard.observe.plots import Line, line_chart
+from fullshard.observe.plots import Line, line_chart, smoothed
 from fullshard.observe.record import read_runs
 from fullshard.observe.report import write_report
 
@@ -111,7 +111,110 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     ):
         assert expected in page.texts, expected
     assert '<tr class="differs"><td>--lr</td>' in text and "<summary>1 by default</summary>" in text
-    assert "SIGKILL" in text and text.count("<img") == 7
+    assert "SIGKILL" in text and text.count("<img") == 6
+    rows = re.findall(r"<tr><td>(.*?)</td>", text[text.index("What differs") : text.index("The same in all runs")])
+    assert rows == ["steps", "loss at the end", "waited for data", "blocked by checkpoints", "--lr"]
+
+
+GIB = 2**30
+CPU = {"device": "cpu", "planned_nbytes": 2 * GIB, "before_model_nbytes": GIB, "reserve_nbytes": 0}
+GPU = {"device": "H100", "planned_nbytes": 3 * GIB, "before_model_nbytes": 0, "reserve_nbytes": GIB}
+UNPLANNED = {"device": "H100", "planned_nbytes": None, "unplanned": "plan: this run cannot be planned: a <b>"}
+
+
+def story(run: Path, environment: dict[str, Any], *held_out: tuple[int, float], **step: Any) -> str:
+    """The texts of a report on a run of 40 steps with the loss 2 +- 0.01 and evaluations after these steps."""
+    run.mkdir()
+    fixed = {
+        "step_seconds": 0.5,
+        "tokens_per_second": 9.0,
+        "data_wait_seconds": 0.0,
+        "memory_nbytes": [1, 3 * GIB // 2],
+    }
+    steps = [
+        STEP
+        | fixed
+        | step
+        | {"step": number, "loss": 2 + 0.01 * (-1) ** number, "held_out_loss": dict(held_out).get(number)}
+        for number in range(1, 41)
+    ]
+    (run / "metrics.jsonl").write_text(lines(*steps))
+    (run / "environment.json").write_text(json.dumps(environment))
+    write_report([run], run / "report.html")
+    return " ".join(Page((run / "report.html").read_text()).texts)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "steps_per_pass", "said"),
+    [
+        (
+            [(20, 2.5), (40, 2.25)],
+            10,
+            "2.25 is 0.25 above the training loss of 2.00: training has read its texts 4.0 times",
+        ),
+        ([(20, 2.5), (40, 2.25)], 100, "0.25 above the training loss of 2.00: training has read no text twice"),
+        ([(20, 2.5), (40, 2.25)], None, "0.25 above the training loss of 2.00: the model predicts texts that it was"),
+        ([(20, 2.25), (40, 2.5)], 10, "the model overfits. The held-out loss was lowest after step 20, with 2.25"),
+        (
+            [(30, 1.75)],
+            10,
+            "After step 30, the held-out loss of 1.75 is 0.25 below the training loss of 2.00: held-out",
+        ),
+        ([(40, 2.001)], 10, ""),  # within two standard errors
+        ([], 10, ""),
+    ],
+)
+def test_a_sentence_explains_the_held_out_loss(
+    held_out: list[tuple[int, float]], steps_per_pass: float | None, said: str, tmp_path: Path
+) -> None:
+    text = story(tmp_path / "run", {"steps_per_pass": steps_per_pass}, *held_out)
+    assert said in text
+    assert ("the training loss" in text) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (CPU | {"limit_nbytes": 4 * GIB}, "planned 2.00 GiB, measured 1.50 GiB of 4.00 GiB. Both include the 1.00 GiB"),
+        (
+            GPU | {"limit_nbytes": 6 * GIB},
+            "planned 3.00 GiB, measured 1.50 GiB of 6.00 GiB. Both count only tensors. The plan adds 1.00 GiB",
+        ),
+        (GPU, "planned 3.00 GiB, measured 1.50 GiB. Both"),
+        (GPU, "The limit is unknown: the run did not record it"),
+        (UNPLANNED | {"limit_nbytes": 6 * GIB}, "rank: measured 1.50 GiB of 6.00 GiB."),
+        (UNPLANNED, "The planned peak is unknown: this run cannot be planned: a <b>."),
+        ({}, "rank: measured 1.50 GiB. The planned peak is unknown: the run did not record it"),
+    ],
+)
+def test_the_memory_is_one_story(environment: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in " ".join(story(tmp_path / "run", environment).split())
+    page = (tmp_path / "run" / "report.html").read_text()
+    bars = [float(width) for width in re.findall(r"(?:width|left): ([\d.]+)%\"", page)]
+    limit, planned = environment.get("limit_nbytes"), environment.get("planned_nbytes")
+    full = limit or (planned or 0) + environment.get("reserve_nbytes", 0)
+    shown = [1.5 * GIB] if planned is None else [1.5 * GIB, planned]
+    assert bars == ([100 * nbytes / full for nbytes in shown] if full else [])
+
+
+def test_memory_that_was_not_measured_is_unknown(tmp_path: Path) -> None:
+    text = " ".join(story(tmp_path / "run", GPU, memory_nbytes=[0, 0]).split())
+    assert "rank: planned 3.00 GiB." in text and "The measured peak is unknown" in text
+
+
+def test_the_sample_is_shown_as_text(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", events=DONE)
+    (run / "sample.txt").write_text("def f(a):\n    return a < 2\n")
+    write_report([run], run / "report.html")
+    assert "<pre>def f(a):\n    return a &lt; 2\n</pre>" in (run / "report.html").read_text()
+
+
+def test_smoothing_is_a_weighted_mean_of_what_was_before() -> None:
+    values = [3.0, 1.0, 4.0, 1.5]
+    for number, value in enumerate(smoothed(values, 0.6), start=1):
+        weights = [0.6 ** (number - place) for place in range(1, number + 1)]
+        assert value == pytest.approx(sum(map(float.__mul__, weights, values)) / sum(weights))
+    assert smoothed([2.0] * 5, 0.95) == pytest.approx([2.0] * 5)
 
 
 def test_many_steps_are_drawn_as_their_means() -> None:
@@ -125,6 +228,7 @@ def test_a_run_of_trainer(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     (run,) = read_runs([tmp_path])
     assert run.series("loss") == ([1, 2], [2.0, 1.5])
+    assert run.series("held_out_loss") == ([1], [3.0])
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "1.5000, mean" in (tmp_path / "report.html").read_text()
@@ -212,8 +316,9 @@ FINE: dict[str, dict[str, str]] = {
     "odd environment": {"environment.json": json.dumps({"device": "\u202e", "ranks": -1, "x": [{"y": None}], "": 2})},
     "no finite number": {"metrics.jsonl": lines(*(STEP | {"loss": x} for x in ("nan", "-inf", "1e308", -1e308)))},
     "huge steps": {"metrics.jsonl": lines(STEP | {"step": 10**200}, STEP | {"memory_nbytes": [10**400]})},
+    "an odd sample": {"sample.txt": "<b>\udcff\x00" + "{{ 7 / 0 }}" * 90_000},
     "no memory": {"metrics.jsonl": lines(STEP | {"memory_nbytes": []})},
-    "Trainer": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": [{"loss": 1.5}, {"eval_loss": "x"}]}'},
+    "Trainer": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": [{"loss": 1.5}, {"eval_bleu": "x"}]}'},
 }
 ODD: tuple[tuple[str, object], ...] = (
     ("loss", [1.0]),
@@ -229,11 +334,12 @@ WRONG = {
     "a long step": {"metrics.jsonl": "x" * 2**21 + "\n"},
     "a deep file": {"settings.json": '{"a":' * 90_000},
     "another encoding": {"settings.json": "\udcff\udcfe{\x00"},
+    "odd sizes": {"environment.json": json.dumps({"planned_nbytes": 10**30})},
     "odd settings": {"settings.json": '{"--lr": [1, 2]}'},
     "odd history": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": {"loss": 1}}'},
-    "no run": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": [{"eval_loss": 1}]}'},
+    "no run": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": [{"eval_bleu": 1}]}'},
 }
-SPECIAL = ("metrics.jsonl", "events.jsonl", "settings.json", "environment.json", "trainer_state.json")
+SPECIAL = ("metrics.jsonl", "events.jsonl", "settings.json", "environment.json", "sample.txt", "trainer_state.json")
 
 
 def hostile(directory: Path, files: dict[str, str]) -> Path:

@@ -127,7 +127,7 @@ def _entropy(output: Path) -> float:
 
 
 def _number_after(text: str, label: str) -> float:
-    return float(text.partition(label)[2].split()[0])
+    return float(text.rpartition(label)[2].split()[0])
 
 
 def test_run_leaves_whole_files(whole: tuple[Path, str]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
+import socket
 import sqlite3
 import tomllib
 import warnings
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fullshard.checkpoint.lease import LEASE_NAME
 from fullshard.config.trackers import PACKAGES
 from fullshard.core.errors import ConfigError, DamagedError, DataError, NonFiniteError, WrapError
+from fullshard.core.sizes import format_nbytes
 from fullshard.features import describe
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
@@ -223,10 +224,11 @@ def test_checkpoints_kept_and_every(run: Runner, tmp_path: Path) -> None:
 
 
 def test_console_prints_every_and_reports(run: Runner, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run(log_every=3, held_out=0.1, eval_sequences=7)
+    metrics = run(log_every=3, held_out=0.1, eval_sequences=7, save_every=2)
     text = capfd.readouterr().out
+    assert [step.held_out_loss is None for step in metrics] == [True, False, True, False]
     assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("step")] == ["step 3/4", "step 4/4"]
-    assert "held-out loss: " in text
+    assert f"held-out loss: {metrics[-1].held_out_loss:.4f} nats/token\n" in text
     run("without", held_out=0)
     assert "held-out" not in capfd.readouterr().out
 
@@ -266,12 +268,16 @@ def test_a_run_says_its_plan_and_writes_down_where_it_runs(
     run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = run(save_every=2, lr=4e-3)
-    assert re.search(r"\nplan: the run needs [\d.]+ MiB per rank\n", capsys.readouterr().out)
+    text = capsys.readouterr().out
     assert metrics[0].checkpoint_seconds == metrics[1].checkpoint_seconds == 0
     assert metrics[2].checkpoint_seconds > 0
     environment = json.loads((tmp_path / "out" / "environment.json").read_text())
     assert (environment["device"], environment["ranks"], environment["torch"]) == ("cpu", 1, torch.__version__)
     assert environment["model"] == "LlamaForCausalLM, 41.1 k parameters"
+    assert environment["hosts"] == socket.gethostname()
+    tensors = environment["planned_nbytes"] - environment["before_model_nbytes"]
+    assert f"plan: the run needs {format_nbytes(tensors)} per rank\n" in text
+    assert tensors < environment["planned_nbytes"] < environment["limit_nbytes"] and not environment["reserve_nbytes"]
 
 
 TRACKED = {

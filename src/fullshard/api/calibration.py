@@ -15,11 +15,9 @@ import torch.distributed as dist
 
 from fullshard.comm.device import current
 from fullshard.comm.mesh import Mesh, init_mesh
-from fullshard.config.hardware import usable_memory_nbytes
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.paths import local_path
-from fullshard.launch import cuda
-from fullshard.launch.device import name_of, synchronize
+from fullshard.launch.device import memory_limit, name_of, synchronize
 from fullshard.launch.local import launch_local
 from fullshard.launch.scratch import scratch_directory
 from fullshard.launch.worker import run_worker
@@ -114,24 +112,17 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     return sorted(times[1:])[len(times) // 2]
 
 
-def _device_memory(device: torch.device, per_host: int) -> int:
-    if device.type == "cuda":
-        return cuda.memory_nbytes(device)
-    nbytes = usable_memory_nbytes()
-    if nbytes is None:
-        raise ConfigError("calibration failed: this system does not report its total memory")
-    return nbytes // per_host
-
-
 def measure() -> Device:
     """Run all measurements as one rank of the calibration job. Each rank returns the figures that it measured."""
     mesh = init_mesh()
     is_cpu = mesh.device.type == "cpu"
+    if (memory := memory_limit(mesh.device, mesh.world_size)) is None:
+        raise ConfigError("calibration failed: this system does not report its total memory")
     flops, flops_fp32 = _flops(torch.bfloat16, mesh.device), _flops(torch.float32, mesh.device)
     link = _link(mesh)
     return Device(
         "CPU" if is_cpu else name_of(mesh.device),
-        _device_memory(mesh.device, mesh.world_size),
+        memory,
         flops,
         flops_fp32,
         _memory_bandwidth(mesh.device),

@@ -64,8 +64,9 @@ def _rows(run: RunRecord) -> dict[str, str]:
     rows["step"] = f"{done} of {wanted}" if isinstance(wanted, int) else str(done)
     if isinstance(wanted, int) and seconds and done < wanted:
         left = (wanted - done) * statistics.median(seconds[-_TYPICAL_STEPS:])
-        rows["time left"] = f"{timedelta(seconds=round(left))}, without saves"
-    rows["loss"] = f"{last['loss']:.4f}" if last.get("loss") is not None else ""
+        rows["time left"] = f"{timedelta(seconds=round(left))}, without saves and evaluations"
+    named = {"loss": run.series("loss")[1], "held-out loss": run.series("held_out_loss")[1]}
+    rows |= {name: f"{losses[-1]:.4f}" for name, losses in named.items() if losses}
     if speeds := run.series("tokens_per_second")[1]:
         rows["tokens/s"] = f"{speeds[-1]:,.0f}"
     if memory := run.series("memory_nbytes")[1]:
@@ -73,7 +74,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         rows["memory"] = f"{format_nbytes(round(memory[-1]))} on the fullest of {ranks} ranks"
     saves = [event for event in run.events if event["kind"] == "save"]
     rows["last checkpoint"] = f"{saves[-1].get('path', '')}, {saves[-1]['time']}" if saves else "none yet"
-    rows["hosts"] = ", ".join(sorted({str(event["host"]) for event in run.events}))
+    rows["hosts"] = str(run.environment.get("hosts", ", ".join(sorted({str(event["host"]) for event in run.events}))))
     trouble = [event for event in run.events if event["kind"] in ("failure", "restart", "skip", "slow", "shrink")]
     if trouble:
         last_event = trouble[-1]

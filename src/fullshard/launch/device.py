@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.device import accelerator
+from fullshard.config.hardware import usable_memory_nbytes
 from fullshard.core.errors import ConfigError
+from fullshard.launch import cuda
 
 
 def kind_of(wanted: str) -> str:
@@ -41,3 +43,11 @@ def name_of(device: torch.device) -> str:
     """Return the product name of a device, or the kind of device if no name is available."""
     tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if tell is None else str(tell(device))
+
+
+def memory_limit(device: torch.device, ranks_on_host: int) -> int | None:
+    """Return the bytes that a rank may use: its device's memory, or its part of a CPU's. Return None if unknown."""
+    if device.type == "cuda":
+        return cuda.memory_nbytes(device)
+    total = usable_memory_nbytes() if device.type == "cpu" else None
+    return None if total is None else total // ranks_on_host

@@ -33,6 +33,7 @@ class StepMetrics:
         memory_nbytes: bytes per rank: resident set size on a CPU, allocator peak on an accelerator.
         checkpoint_seconds: how long a checkpoint blocked training before this step.
         skipped_steps: number of steps so far that were skipped because gradients were not finite.
+        held_out_loss: mean loss over held-out sequences after this step, in nats per token, if it was evaluated.
     """
 
     step: int
@@ -45,6 +46,7 @@ class StepMetrics:
     memory_nbytes: tuple[int, ...]
     checkpoint_seconds: float = 0.0
     skipped_steps: int = 0
+    held_out_loss: float | None = None
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars to plot, under names that every tracker accepts."""

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ _MOST_POINTS = 1000
 
 
 class Line(NamedTuple):
-    """Holds one line of a chart: its points and its colour number."""
+    """Holds one line of a chart: its points and its colour number. Only lines of the style `-` are smoothed."""
 
     label: str
     x: Sequence[float]
@@ -63,16 +64,23 @@ def _image(figure: Any) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def line_chart(unit: str, lines: Sequence[Line]) -> str:
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Return the exponential moving average of `values` without its bias to 0, like TensorBoard and Adam."""
+    sums = accumulate(((1 - weight) * value for value in values), lambda past, value: weight * past + value)
+    return [value / (1 - weight**number) for number, value in enumerate(sums, start=1)]
+
+
+def line_chart(unit: str, lines: Sequence[Line], weight: float = 0.0) -> str:
     """Draw a line chart over steps, and return it as the value for the `src` attribute of an image.
 
-    If a line has very many points, neighbouring points are averaged.
+    If a line has very many points, neighbouring points are averaged. With a `weight`, the points are thin behind their
+    smoothed line.
     """
     matplotlib = importlib.import_module("matplotlib")
     with matplotlib.rc_context(_LOOK), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters that a font lacks
         # The object interface selects no display and leaves nothing registered.
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5, 2.4), layout="constrained")
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(4.4, 2.4), layout="constrained")
         axes = figure.add_subplot()
         for line in lines:
             every = -(-len(line.x) // _MOST_POINTS)
@@ -80,8 +88,11 @@ def line_chart(unit: str, lines: Sequence[Line]) -> str:
             y = [sum(part) / len(part) for part in parts]
             # The leading space is needed because matplotlib hides names that begin with an underscore.
             label = "".join(sign if sign.isprintable() else "?" for sign in f" {line.label[:60]}")
-            style = "o" if len(y) == 1 else line.style
-            axes.plot(line.x[::every], y, style, label=label, linewidth=1.3, color=f"C{line.color % 10}")
+            style, look = "o" if len(y) == 1 else line.style, {"color": f"C{line.color % 10}", "markersize": 4}
+            if weight and style == "-":
+                axes.plot(line.x[::every], y, style, linewidth=0.7, alpha=0.35, **look)
+                y = smoothed(y, weight)
+            axes.plot(line.x[::every], y, style, label=label, linewidth=1.5, **look)
         axes.xaxis.set_major_locator(importlib.import_module("matplotlib.ticker").MaxNLocator(integer=True))
         axes.set(xlabel="step", ylabel=unit)
         axes.grid(visible=True, alpha=0.3)

@@ -9,13 +9,14 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from fullshard.core.errors import DataError, cut
-from fullshard.core.files import MIB, read_object
+from fullshard.core.files import MIB, read_lines, read_object
 from fullshard.core.journal import JOURNAL_NAME, read_journal
 from fullshard.core.paths import local_path
 from fullshard.observe.metrics import read_metrics
@@ -36,6 +37,8 @@ class _Logged(BaseModel):
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
+    held_out_loss: float | None = Field(None, alias="eval_loss")
+    epoch: float | None = None
 
 
 class _TrainerState(BaseModel):
@@ -51,6 +54,18 @@ class _Rehearsal(BaseModel):
     exposed_seconds: float | None = None
 
 
+_Nbytes = Annotated[int, Field(ge=0, lt=2**60)]
+
+
+class _Environment(BaseModel, extra="allow"):
+    steps_per_pass: float | None = Field(None, gt=0)  # over the data
+    limit_nbytes: _Nbytes | None = None  # the memory that a rank may use
+    planned_nbytes: _Nbytes | None = None  # counts the same as `StepMetrics.memory_nbytes`
+    unplanned: str = "the run did not record it"
+    before_model_nbytes: _Nbytes = 0  # the part of `planned_nbytes` that the process used before it built the model
+    reserve_nbytes: _Nbytes = 0  # what the planner adds for the runtime and unused blocks of the allocator
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """Holds the metrics of one run and the contents of the other files in its folder.
@@ -64,6 +79,8 @@ class RunRecord:
     steps: list[dict[str, Any]]
     settings: dict[str, dict[str, Any]]
     environment: dict[str, Any]
+    recorded: _Environment
+    sample: str
     events: list[dict[str, Any]]
     rehearsal: _Rehearsal | None
 
@@ -124,6 +141,7 @@ def _run(folder: Path) -> RunRecord:
     metrics = _read(folder / "metrics.jsonl", folder, lambda path: list(read_metrics(path)))
     steps = [dataclasses.asdict(step) for step in metrics] or _logged(folder)
     events = _read(folder / JOURNAL_NAME, folder, lambda path: list(read_journal(path)))
+    recorded = _json(folder / "environment.json", folder, _Environment) or _Environment()
     rehearsal = _json(folder / "rehearsal.json", folder, _Rehearsal)
     if not steps and not events and rehearsal is None:
         raise DataError(
@@ -136,7 +154,9 @@ def _run(folder: Path) -> RunRecord:
         directory=folder,
         steps=steps,
         settings=_json(folder / "settings.json", folder, dict[str, dict[str, Any]]) or {},
-        environment=_json(folder / "environment.json", folder, dict[str, Any]) or {},
+        environment=recorded.model_extra or {},
+        recorded=recorded,
+        sample=_read(folder / "sample.txt", folder, _beginning),
         events=events,
         rehearsal=rehearsal,
     )
@@ -176,12 +196,16 @@ def _logged(folder: Path) -> list[dict[str, Any]]:
     for place in (folder, *sorted(inside, key=_numbers, reverse=True)):
         try:
             if state := _json(place / _TRAINER_STATE, folder, _TrainerState):
-                return [one.model_dump() for one in state.log_history if one.loss is not None]
+                return [one.model_dump() for one in state.log_history if {one.loss, one.held_out_loss} != {None}]
         except DataError as error:
             cut_off = cut_off or error
     if cut_off is not None:
         raise cut_off
     return []
+
+
+def _beginning(path: Path) -> str:
+    return "".join(islice(read_lines(path), 100)) if path.exists() else ""
 
 
 def _numbers(path: Path) -> tuple[list[int], str]:

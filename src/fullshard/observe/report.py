@@ -10,7 +10,7 @@ from typing import Any
 
 from fullshard.core.files import write_text
 from fullshard.core.imports import import_extra
-from fullshard.core.sizes import GIB, format_nbytes
+from fullshard.core.sizes import format_nbytes
 from fullshard.core.version import __version__
 from fullshard.observe.plots import Line, line_chart, rehearsal_chart, require_plots
 from fullshard.observe.record import RunRecord, read_runs
@@ -20,7 +20,6 @@ _MOST_ROWS, _LONGEST = 200, 300
 _COURSE = (
     ("Loss", "nats per token", "loss"),
     ("Throughput", "tokens per second", "tokens_per_second"),
-    ("Memory of the fullest rank", "GiB", "memory_nbytes"),
     ("Gradient norm", "2-norm before clipping", "grad_norm"),
     ("Learning rate", "", "learning_rate"),
     ("Time of a step", "seconds", "step_seconds"),
@@ -51,17 +50,21 @@ def render(runs: Sequence[RunRecord]) -> str:
         loader=jinja.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja.StrictUndefined
     )
     pages.filters["short"] = lambda text: text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    pages.filters |= {"nbytes": format_nbytes, "training_loss": _training_loss}
+    pages.tests["differing"] = lambda row: len(set(row[1:])) > 1
     given, differing, by_default = _settings(runs)
     values: dict[str, Any] = {
+        "runs": runs,
         "most": _MOST_ROWS,
         "names": [run.name for run in runs],
-        "states": [f"{run.name}: {run.state}" for run in runs],
+        "states": [f"{run.name}: {run.state}" if len(runs) > 1 else run.state for run in runs],
         "overview": _overview(runs),
         "charts": _charts(runs),
         "rehearsals": [(r.name, rehearsal_chart(r.rehearsal.model_dump())) for r in runs if r.rehearsal],
         "trouble": [(run.name, _trouble(run)) for run in runs if run.events],
         "given": given,
         "differing": differing,
+        "changed": [given[number] for number in differing],
         "by_default": by_default,
         "environment": _environment(runs),
         "version": __version__,
@@ -75,12 +78,14 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
         ("ranks", lambda run: _value(run.environment.get("ranks"))),
         ("steps", lambda run: str(run.steps[-1]["step"]) if run.steps else ""),
         ("loss at the end", lambda run: _of(run, "loss", _end, "{:.4f}, mean of the last tenth")),
+        ("held-out loss", lambda run: _of(run, "held_out_loss", lambda values: values[-1], "{:.4f}")),
         ("tokens per second, median", lambda run: _of(run, "tokens_per_second", statistics.median, "{:,.0f}")),
-        ("memory of the fullest rank", lambda run: _of(run, "memory_nbytes", max)),
         ("waited for data", lambda run: _of(run, "data_wait_seconds", sum, "{:.1f} s")),
-        ("stood still for checkpoints", lambda run: _of(run, "checkpoint_seconds", sum, "{:.1f} s")),
-        ("steps left out", lambda run: _of(run, "skipped_steps", max, "{:.0f}")),
+        ("blocked by checkpoints", lambda run: _of(run, "checkpoint_seconds", sum, "{:.1f} s")),
+        ("skipped steps", lambda run: _of(run, "skipped_steps", max, "{:.0f}")),
     ]
+    if len(runs) > 1:  # the memory of a single run has a section
+        rows.append(("peak memory of the fullest rank", lambda run: _of(run, "memory_nbytes", max)))
     filled = [(name, *(value(run) for run in runs)) for name, value in rows]
     return [row for row in filled if any(row[1:])]
 
@@ -97,14 +102,26 @@ def _end(values: list[float]) -> float:
     return statistics.fmean(values[-max(1, len(values) // 10) :])
 
 
-def _charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    drawn = []
+def _training_loss(run: RunRecord) -> tuple[float, float] | None:
+    """Return the mean training loss before the last evaluation, and two of its standard errors."""
+    at, losses = run.series("held_out_loss")[0], zip(*run.series("loss"), strict=True)
+    past = [loss for step, loss in losses if at and step <= at[-1]]
+    if len(past) < 2:
+        return None
+    return _end(past), 2 * statistics.stdev(past[-max(10, len(past) // 10) :]) / max(1, len(past) // 10) ** 0.5
+
+
+def _charts(runs: Sequence[RunRecord]) -> list[tuple[str, float, str]]:
+    """Return the title, the weight of the smoothing (from 0.6, TensorBoard's default, to 0.9) and the image."""
+    names, drawn = [run.name for run in runs] if len(runs) > 1 else [""], []
     for title, unit, name in _COURSE:
-        scale = GIB if unit == "GiB" else 1
-        found = [(run.name, *run.series(name), number) for number, run in enumerate(runs)]
-        lines = [Line(label, x, [value / scale for value in y], number) for label, x, y, number in found if x]
-        if lines:
-            drawn.append((title, line_chart(unit, lines)))
+        lines = [Line(names[n] or "training", *run.series(name), n) for n, run in enumerate(runs)]
+        if name == "loss":  # of several runs, each has one colour
+            held = ((n, run.series("held_out_loss")) for n, run in enumerate(runs))
+            lines += [Line(f"{names[n]} held out", *found, n + (not names[n]), "o--") for n, found in held]
+        if lines := [line for line in lines if line.x]:
+            weight = 0.0 if name == "learning_rate" else max(0.6, min(0.9, 1 - 50 / max(len(x) for _, x, *_ in lines)))
+            drawn.append((title, weight, line_chart(unit, lines, weight)))
     return drawn
 
 

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from fullshard import checkpoint
 from fullshard.api import Accelerator, ProjectConfiguration
+from fullshard.api.collectives import all_gather_object
 from fullshard.api.planning import plan_run
 from fullshard.api.room import check_room, checkpoint_nbytes
 from fullshard.checkpoint.format import read_manifest
@@ -43,7 +44,7 @@ from fullshard.core.version import __version__
 from fullshard.features.chunked_loss import use_chunked_loss
 from fullshard.features.whole_parameters import unsharded
 from fullshard.launch import read_rank_environment, run_on_main
-from fullshard.launch.device import name_of
+from fullshard.launch.device import memory_limit, name_of
 from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
@@ -100,6 +101,8 @@ def train(arguments: TrainArguments) -> None:
                 path = arguments.output_dir / "report.html"
                 run_on_main(environment, lambda: write_report([arguments.output_dir], path))
                 say(f"report: {path}")
+            if last_step == arguments.steps and arguments.export:
+                say(f"next: `fullshard chat {arguments.output_dir}` talks to the model; --data trains on other texts")
     if dist.is_initialized() and not joined_before:
         dist.destroy_process_group()
 
@@ -141,6 +144,8 @@ class Run:
         self.environment, self.device = accelerator.process.environment, accelerator.device
         self.copies: checkpoint.MemoryCopies | None = None
         options = {"tokenizer": data.tokenizer, "seq_len": arguments.seq_len, "seed": arguments.seed}
+        reset_memory_peak(self.device)
+        before, said = memory_nbytes(self.device), list[str]()
         model, origin = build_model(arguments.model, **options)
         model.train()
         size = format_count(sum(parameter.numel() for parameter in model.parameters()))
@@ -154,8 +159,14 @@ class Run:
             "seq_len": arguments.seq_len,
             "optimizer": arguments.optimizer,
         }
-        plan = plan_run(model, arguments.run_config(), self.environment, self.device, self.say, **job)
-        if plan is not None:
+        plan = plan_run(model, arguments.run_config(), self.environment, self.device, said.append, **job)
+        limit = memory_limit(self.device, max(1, self.environment.local_world_size))
+        self.memory: dict[str, Any] = {"limit_nbytes": limit, "before_model_nbytes": before, "unplanned": "".join(said)}
+        if plan is None:
+            self.say("".join(said))
+        else:
+            tensors = plan.memory.allocated
+            self.memory |= {"planned_nbytes": before + tensors, "reserve_nbytes": plan.memory.needed - tensors}
             speed = "" if plan.cluster.device.is_cpu else f", MFU {plan.time.mfu:.1%}"  # the peak of a CPU is unknown
             self.say(f"plan: the run needs {format_nbytes(plan.memory.needed)} per rank{speed}")
         if arguments.loss_chunk is not None:
@@ -165,6 +176,7 @@ class Run:
         torch.manual_seed(arguments.seed + accelerator.process_index)
         self.optimizer: Any = accelerator.prepare(self._make_optimizer())
         self.ema = None if arguments.ema_decay is None else EMA(self.model, arguments.ema_decay)
+        self.hosts = ", ".join(sorted(set(all_gather_object(socket.gethostname()))))
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Create the optimizer, with weight decay only for matrices. `ndim` is that of the unsharded parameter."""
@@ -201,14 +213,15 @@ class Run:
                     self.say(f"profile: {arguments.output_dir / 'profile'}, for Perfetto")
                 if step == first - 1:  # the first step is slow
                     left = timedelta(seconds=round((arguments.steps - step) * values[2]))
-                    self.say(f"about {left} to go (h:mm:ss), without saves")
+                    self.say(f"about {left} to go (h:mm:ss), without saves and evaluations")
                 skipped += self.optimizer.step_was_skipped
                 tokens += arguments.batch_size * arguments.seq_len
                 speed = tokens / max(time.perf_counter() - window, 1e-9)
                 counted = {"tokens_per_second": speed, "skipped_steps": skipped, "checkpoint_seconds": stood_still}
-                self._report(step, sink, values, **counted)
-                stops = should_stop() and step < arguments.steps
-                due, stood_still = bool(arguments.save_every) and step % arguments.save_every == 0, 0.0
+                due = bool(arguments.save_every) and step % arguments.save_every == 0
+                held_out = self.evaluate() if due or step == arguments.steps else None
+                self._report(step, sink, values, held_out_loss=held_out, **counted)
+                stops, stood_still = should_stop() and step < arguments.steps, 0.0
                 if due or stops or step == arguments.steps:
                     stood_still = self._save(step)
                 if due or step % arguments.log_every == 0:  # a rate covers the steps of its line, without saving
@@ -285,6 +298,8 @@ class Run:
             self.accelerator.log(metrics.scalars(), step)
         if step % arguments.log_every == 0 or step == arguments.steps:
             self.say(metrics.line(arguments.steps))
+        if metrics.held_out_loss is not None:
+            self.say(f"held-out loss: {metrics.held_out_loss:.4f} nats/token")
         # In fp16 the scaler skips steps whose gradients overflow.
         total = metrics.loss + (norm or 0.0 if arguments.precision != "fp16" else 0.0)
         if not (self.optimizer.step_was_skipped or math.isfinite(total)):
@@ -354,18 +369,16 @@ class Run:
             for name, value in values.items()
         }
         versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        place = {"host": socket.gethostname(), "device": name_of(self.device), "ranks": accelerator.num_processes}
-        environment = {"model": self.described} | versions | place
+        place = {"hosts": self.hosts, "device": name_of(self.device), "ranks": accelerator.num_processes}
+        place["steps_per_pass"] = len(self.data.train) / arguments.batch_size
+        environment = {"model": self.described} | versions | place | self.memory
         for name, content in {"settings": settings, "environment": environment}.items():
             write_text(arguments.output_dir / f"{name}.json", json.dumps(content, indent=2) + "\n")
         accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
 
     def finish(self) -> None:
-        """Evaluate and export the model, write a sample, and print the names of the files. All ranks must call this."""
+        """Export the model, write a sample, and print the names of the files. All ranks must call this."""
         output = self.arguments.output_dir
-        if len(self.data.held_out):
-            held_out = self.evaluate(self.data.held_out, limit=self.arguments.eval_sequences)
-            self.say(f"held-out loss: {held_out:.4f} nats/token")
         if self.arguments.export:
             checkpoint.export_hf(output / "export", model=self.model, tokenizer=self.data.tokenizer, overwrite=True)
             self.say(f"export: {output / 'export'}")
@@ -374,8 +387,6 @@ class Run:
             run_on_main(self.environment, lambda: write_text(path, text + "\n"))
             self.say(f"sample: {path}\n{textwrap.indent(text, '    ')}")
         self.say(f"metrics: {output / 'metrics.jsonl'}")
-        if self.arguments.export:
-            self.say(f"next: `fullshard chat {output}` talks to the model; --data trains on your own texts")
 
     @torch.no_grad()
     def sample(self) -> str:
@@ -398,12 +409,15 @@ class Run:
         return str(tokenizer.decode(written[0], skip_special_tokens=True))
 
     @torch.no_grad()
-    def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
-        """Return the mean loss over at most `limit` sequences, in nats per token. All ranks must call this."""
-        indices, total = np.arange(min(limit, len(sequences))), 0.0
+    def evaluate(self) -> float | None:
+        """Return the mean held-out loss, of averaged weights if they are kept, or None. All ranks must call this."""
+        if not len(sequences := self.data.held_out):
+            return None
+        indices, total = np.arange(min(self.arguments.eval_sequences, len(sequences))), 0.0
         self.model.eval()
-        for chunk in np.array_split(indices, math.ceil(len(indices) / self.arguments.batch_size)):
-            total += sum(float(self._loss_sum(micro_batch)) for micro_batch in self._read(sequences, chunk))
+        with nullcontext() if self.ema is None else self.ema.swapped():
+            for chunk in np.array_split(indices, math.ceil(len(indices) / self.arguments.batch_size)):
+                total += sum(float(self._loss_sum(micro_batch)) for micro_batch in self._read(sequences, chunk))
         self.model.train()
         return float(self._gather(total).sum()) / (len(indices) * self.arguments.seq_len)
 
