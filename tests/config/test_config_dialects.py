@@ -460,7 +460,9 @@ def test_a_file_of_both_arguments_of_a_trainer(tmp_path: Path) -> None:
     reading = load_fsdp_config(path)
     assert not {"fsdp", "fsdp_config"} & reading.entries.keys(), "a Trainer keeps them as its fsdp_config"
     preset["fsdp"] = "full_shard auto_warp"
-    with pytest.raises(ConfigError, match=r"fsdp2.json:1:\d+: fsdp: unknown option 'auto' in 'full_shard auto_warp'"):
+    with pytest.raises(
+        ConfigError, match=r"fsdp2.json:1:\d+: fsdp: unknown option 'auto_warp' in 'full_shard auto_warp'"
+    ):
         read(tmp_path, json.dumps(preset), "fsdp2.json")
     preset |= {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}}
     with pytest.raises(ConfigError, match="contradict each other"):
@@ -557,7 +559,7 @@ def test_fsdp_words(text: Any, expected: dict[str, Any]) -> None:
     [
         ("offload", "--fsdp: offload has no effect without", "full_shard offload"),
         ("full_shard shard_grad_op", "--fsdp.*full_shard means .*FULL_SHARD, shard_grad_op means SHARD_GRAD_OP", "one"),
-        ("ful_shard", "unknown option 'ful'", "use full_shard"),
+        ("ful_shard", "unknown option 'ful_shard'", "did you mean full_shard"),
     ],
 )
 def test_fsdp_words_that_make_no_sense(text: str, message: str, hint: str) -> None:

@@ -94,9 +94,9 @@ def test_configurations_share_nothing() -> None:
         (
             {"memory__checkpoint": True},
             "config.memory has no field 'checkpoint'",
-            "the settings are gc, gc_cls",
+            "use one of gc, gc_cls",
         ),
-        ({"fsdp": 4}, "config has no field 'fsdp'", "the settings are backend, compute"),
+        ({"fsdp": 4}, "config has no field 'fsdp'", "use one of backend, compute"),
         ({"dist__fsdp__wrap_layer_cls": "GPT2Block"}, "expected a set of class names", "write {'GPT2Block'}"),
         ({"dist__fsdp__wrap_layer_cls": ["A", "B"]}, "expected a set of class names", "write {'A', 'B'}"),
         ({"dist__fsdp__wrap_layer_cls": {3}}, "should be a valid string, got 3", None),

@@ -136,7 +136,7 @@ def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
         (["--fsdp_sharding_strategy", "FUL_SHARD"], ["--fsdp_sharding_strategy", "'FUL_SHARD'"]),
         (["--fsdp_config", "path/to/ train.py"], ["a closing quote is missing"]),
         (["--fsdp_config", "."], [". is a directory"]),
-        (["--fsdp", "full_shrad"], ["--fsdp: unknown option 'full' in 'full_shrad'"]),
+        (["--fsdp", "full_shrad"], ["--fsdp: unknown option 'full_shrad' in 'full_shrad'"]),
         (["--config_file", "a", "--config_file", "b"], ["given twice"]),
     ],
 )

@@ -210,7 +210,7 @@ class Accelerator(Loaders, Reporting):
         def __getattr__(self, name: str) -> Any:
             # Called only for names that do not exist.
             reason = f" ({METHODS[name]})" if name in METHODS else ""
-            raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}")
+            raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}", name=name, obj=self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A function passed to `datasets.map` or a worker's collate function may refer to the Accelerator. Pickle only
@@ -270,6 +270,9 @@ class Accelerator(Loaders, Reporting):
         """
         if device_placement is False:
             raise ConfigError("device_placement=False is not supported: a sharded model must be on the device")
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            what = f"the model is wrapped in {type(model).__name__}, but sharding replaces the wrapper"
+            raise ConfigError(what, hint="pass the model inside it: model.module")
         if torch_private.inside_compiled(model) is not model:
             raise ConfigError(
                 "the model was compiled before sharding, which would put communication into the compiled graph",

@@ -125,7 +125,11 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
 def _check_agreement(data: Any, note: Any = None) -> list[Any]:
     """Raise an error if the shapes or dtypes of the tensors differ between ranks. Return the notes of all ranks."""
     shapes: list[tuple[tuple[int, ...], str]] = []
-    recursively_apply(lambda t: shapes.append((tuple(t.shape), str(t.dtype))), data, error_on_other_type=True)
+
+    def collective(tensor: torch.Tensor) -> None:  # Accelerate's error about other types quotes this name
+        shapes.append((tuple(tensor.shape), str(tensor.dtype)))
+
+    recursively_apply(collective, data, error_on_other_type=True)
     said = all_gather_object((shapes, note))
     everyone = [shapes for shapes, _ in said]
     for rank, other in enumerate(everyone):

@@ -41,6 +41,10 @@ def accelerate(
         ConfigError: a setting is wrong, or is `fp16`, which needs an Accelerator for its loss scaling.
         OptimizerError: the optimizer has parameters of another model, or needs whole tensors.
     """
+    for kind, value in ((torch.optim.Optimizer, optimizer), (DataLoader, dataloader)):
+        if not isinstance(value, kind | None):
+            what = f"accelerate: expected a {kind.__name__}, got {type(value).__name__}"
+            raise ConfigError(what, hint="pass settings as config={'strategy': 'FULL_SHARD'}")
     accelerator = Accelerator(fsdp_plugin=ShardingConfig.of(config), mixed_precision=mixed_precision)
     if accelerator.mixed_precision == "fp16":
         raise ConfigError(

@@ -43,6 +43,9 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
 def refuse_stand_in(value: Any) -> None:
     """Refuse an object that only stands in for an optimizer or scheduler, because it would not train the model."""
     name = type(value).__name__
+    if isinstance(value, list | tuple | dict | type):
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {name}"
+        raise ConfigError(f"prepare: got {what}", hint="pass the objects themselves: prepare(model, optimizer)")
     if isinstance(value, DummyOptim | DummyScheduler):
         raise OptimizerError(
             f"accelerate.utils.{name} is a placeholder for an object that DeepSpeed creates from its configuration "

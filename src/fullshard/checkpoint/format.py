@@ -437,5 +437,6 @@ def read_manifest_bytes(directory: Location) -> bytes:
     except OSError as error:
         raise CheckpointError(
             f"{directory} does not hold a complete checkpoint: {MANIFEST_NAME} cannot be read ({error.strerror})",
-            hint="call latest_checkpoint(parent) to find the newest valid checkpoint",
+            hint="call latest_checkpoint(parent) to find the newest valid checkpoint; "
+            "`fullshard ckpt import` converts the checkpoints of other programs",
         ) from None

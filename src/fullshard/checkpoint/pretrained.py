@@ -38,6 +38,7 @@ from fullshard.checkpoint.sources import Match, are_equal, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.weight_files import TensorSource, model_directory, stored_tensors
 from fullshard.core.boxes import UNCUT
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.forms import StoredForm
 from fullshard.core.imports import import_extra
@@ -52,7 +53,10 @@ from fullshard.wrap.partition import Slot
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = ("key_mapping", "variant", "subfolder")
+_REFUSED = dict.fromkeys(
+    ("key_mapping", "variant", "subfolder"), "pass the directory itself, with the file names that save_pretrained uses"
+) | {"device_map": "omit it, because each rank reads the part of the weights that it owns"}
+_REFUSED |= dict.fromkeys(("load_in_4bit", "load_in_8bit"), "pass quantization_config=BitsAndBytesConfig(...)")
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
 _DORA = "lora_magnitude_vector"
 _NORM_NUMEL = 2**20
@@ -100,15 +104,12 @@ def from_pretrained(
         CheckpointError: there are no weights. If weights do not match the model, this is raised later, when the model
             is sharded.
         ConfigError: a quantisation that is not bitsandbytes', an unknown form, files that are quantised in an
-            unsupported way, or the option `key_mapping`, `variant` or `subfolder`.
+            unsupported way, or an option such as `device_map` or `subfolder`.
         MissingExtraError: the `hf` extra is not installed.
     """
     transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
     if given := [name for name in _REFUSED if options.pop(name, None)]:
-        raise ConfigError(
-            f"from_pretrained(...) does not support {', '.join(given)}",
-            hint="pass the directory itself, with the file names that save_pretrained uses",
-        )
+        raise ConfigError(f"from_pretrained(...) does not support {', '.join(given)}", hint=_REFUSED[given[0]])
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     directory = model_directory(name_or_path, hub)
     if config is None:
@@ -160,6 +161,8 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, Te
     if dtype is None or dtype == "auto":
         floating = (source.dtype for source in stored.values() if source.dtype.is_floating_point)
         dtype = getattr(config, "dtype", None) or next(floating, torch.float32)
+    if isinstance(dtype, str):
+        itemsize(dtype.removeprefix("torch."))  # an error if it is unknown
     parsed: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     return parsed
 

@@ -249,6 +249,8 @@ def prune(
         _say(f"{'would remove' if dry_run else 'removed'} {path}")
     for path, problem in found.damaged:
         _say(f"left alone {path}: {problem}")
+    if not (found.kept or found.removed or found.damaged):
+        raise ConfigError(f"{directory} contains no checkpoints", hint="pass the directory that they are saved into")
     _say(f"{len(found.kept)} intact checkpoints are kept")
 
 

@@ -30,6 +30,8 @@ from fullshard.launch.slurm import read_allocation
 
 _PER_JOB = ("num_machines", "min_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_id")
 
+_NOT_A_SCRIPTS = ("__num_processes", "__nproc_per_node", "__num_machines", "__nnodes")
+
 
 def launch(context: typer.Context) -> None:
     """Start a script in several processes on one or more hosts. `fullshard launch --help_all` lists all flags."""
@@ -51,6 +53,9 @@ def launch(context: typer.Context) -> None:
         for note in plan.resolved.notes:
             is_flag = note.origin.precedence is Precedence.FLAG
             sys.stderr.write(f"fullshard: {f'{note.origin} {note.text}' if is_flag else note}\n")
+    for word in line.arguments:
+        if word.partition("=")[0].replace("-", "_") in _NOT_A_SCRIPTS:
+            sys.stderr.write(f"fullshard: {word} follows {line.target}, so it is passed to it, not to the launcher\n")
     if line.option("dry_run"):
         from fullshard.launch.describe import describe
 

@@ -102,6 +102,8 @@ class TrainCommand(TyperCommand):
     _hints: ClassVar = {
         "--resume": f"the run resumes from its newest checkpoint automatically; {_anew}",
         "--overwrite": _anew,
+        "--epochs": "use --steps, the number of optimizer steps",
+        "--learning-rate": "use --lr",
         "--async-save": "use Accelerator in your own script, which can save while it trains",
         "--tensorboard": "use --log-with tensorboard",
         "--prompt": "the sample continues the data; to continue a prompt, load the model that --export wrote",

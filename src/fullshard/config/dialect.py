@@ -167,6 +167,8 @@ class Reading:
             if other.value != setting.value and setting.origin.precedence == other.origin.precedence:
                 theirs, ours = shown(other.value), shown(setting.value)
                 message = f"{other.key} means {setting.path} = {theirs}, {setting.key} means {ours}"
+                if other.key == setting.key and other.origin.text == setting.origin.text:
+                    message = f"{setting.key} is given twice, as {theirs} and as {ours}"
                 if not known & {other.origin, setting.origin}:  # otherwise, a rule has reported it already
                     self.problems.append(Problem((other.origin, setting.origin), message, "keep one of the two"))
 

@@ -130,7 +130,7 @@ class Settings(BaseModel):
     def _advice(cls, name: str, value: object) -> str:
         """Return a hint for a wrong value: the allowed choice that it resembles, or else the setting's description."""
         field = cls.model_fields[name]
-        close = closest(str(value), words_of(field))
+        close = closest("cuda" if value == "gpu" else str(value), words_of(field))
         return f"did you mean {close}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
 
 
@@ -149,4 +149,4 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the known name that it resembles, or else the list of known names."""
     names = list(known)
     close = closest(name, names, 0.6)
-    return f"did you mean {close!r}?" if close else f"the settings are {', '.join(names)}"
+    return f"did you mean {close!r}?" if close else f"use one of {', '.join(names)}"

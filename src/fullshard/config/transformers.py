@@ -7,6 +7,7 @@ from typing import Any
 from fullshard.config.dialect import Dialect, Key, Problem, Reading, Setting, Settings
 from fullshard.config.fsdp import finish_fsdp, renamed
 from fullshard.config.origin import Origin
+from fullshard.config.settings import closest
 from fullshard.config.xla import XLA_KEYS
 from fullshard.core.errors import ConfigError
 
@@ -66,8 +67,11 @@ def read_fsdp_words(text: Any, origin: Origin) -> Reading:
     while words:
         option = next((option for option in _WORDS if tuple(words[: len(option)]) == option), None)
         if option is None:
-            message = f"unknown option {words[0]!r} in {str(text)!r}"
-            reading.problems.append(Problem((origin,), message, f"use {_KNOWN}"))
+            pieces = re.split(r"[\s,'\"]+", str(text))
+            written = next((piece for piece in pieces if re.split("[_-]", piece.lower())[0] == words[0]), words[0])
+            message = f"unknown option {written!r} in {str(text)!r}"
+            close = closest(written.lower(), _KNOWN.split(", "), 0.6)
+            reading.problems.append(Problem((origin,), message, f"did you mean {close}?" if close else f"use {_KNOWN}"))
             return reading
         name, meaning = "_".join(option), _WORDS[option]
         if meaning is not None:

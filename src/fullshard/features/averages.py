@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
-from fullshard.engine.lookup import clean_name, refuse_pinned, units_of
+from fullshard.engine.lookup import clean_name, refuse_pinned, require_module, units_of
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 
@@ -50,7 +50,7 @@ class EMA:
         updates: number of updates so far.
 
     Raises:
-        ConfigError: The decay is below 0 or above 1.
+        ConfigError: `model` is not a module, or the decay is below 0 or above 1.
         LifecycleError: The model is on the meta device, or has no trainable parameters.
     """
 
@@ -62,6 +62,7 @@ class EMA:
         device: torch.device | str | None = None,
         key: str = "average",
     ) -> None:
+        require_module(model)
         self.updates, self.key = 0, key
         self._model, self._decay, self._is_swapped = model, decay, False
         if not callable(decay):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.core.errors import OptimizerError
+from fullshard.core.errors import CheckpointError, OptimizerError
 from fullshard.core.imports import Replaced, replace
 from fullshard.engine.lookup import units_of
 from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
@@ -67,6 +67,9 @@ def _wrapped(optimizer: torch.optim.Optimizer, state: dict[str, Any], parameter:
 @functools.wraps(LOAD_STATE_DICT.torchs)
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load a state dict as torch does, but first cut unsharded tensors to this rank's intervals."""
+    if missing := {"state", "param_groups"} - state_dict.keys():
+        what = f"{type(self).__name__}: the state dict has no {' and no '.join(sorted(missing))}"
+        raise CheckpointError(what, hint="pass the result of optimizer.state_dict()")
     adapter_of(self).rest(self)
     LOAD_STATE_DICT.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 

@@ -1,6 +1,7 @@
 """Access to unsharded parameters for code outside of forward and backward."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 from torch import nn
@@ -14,7 +15,7 @@ from fullshard.engine.unit_parameters import UnitState
 
 
 @contextlib.contextmanager
-def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
+def unsharded(model: nn.Module, *, writeback: bool | None = None, recurse: bool = True) -> Iterator[None]:
     """Keep all parameters of `model` unsharded inside the block, for example for `generate()`.
 
     They also stay unsharded during and after forwards in the block. Entering the block is a collective. Inside it,
@@ -23,7 +24,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
     Args:
         model: a sharded model or a part of one.
         writeback: keep in-place changes of the parameters, which must be the same on every rank. Otherwise, changes are
-            discarded.
+            discarded, with a warning if `writeback` is not given. Changes through `.data` are not noticed.
         recurse: if False, unshard only the units that hold the module's own parameters, for example if the code needs
             only the weight of a head. All other units are gathered as they are used.
 
@@ -51,7 +52,12 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
         for bucket, version in zip(buckets, versions, strict=True):
             if writeback:
                 bucket.write_back()
-            elif bucket.shares_main and bucket.originals.versions() != version:
+            elif bucket.originals.versions() == version:
+                continue
+            elif not bucket.shares_main and writeback is None:
+                text = f"unit {bucket.owner.name!r}: changes of parameters under unsharded() are discarded"
+                warnings.warn(f"{text}; use unsharded(model, writeback=True) to keep them", stacklevel=3)
+            elif bucket.shares_main:
                 raise LifecycleError(
                     f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback on a "
                     "rank that owns them completely, so the change has taken effect",

@@ -140,6 +140,8 @@ def run_job(job: LaunchJob) -> int:
     with scratch_directory("fullshard-launch-") as scratch, copies_directory() as outlasting, _signals_to(hear):
         try:
             kept = None if job.launch.log_dir is None else local_path(job.launch.log_dir)
+            if kept is not None and kept.exists() and not kept.is_dir():
+                raise ConfigError(f"log_dir: {kept} is a file", hint="name a directory; it is created if necessary")
             logs = RankLogs(kept or scratch, job.nproc, job.tee, job.redirects, is_kept=kept is not None)
             agent = Agent(replace(job, variables={**job.variables, **outlasting}), logs, scratch / "preemption")
             agents.append(agent)

@@ -233,7 +233,11 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
 def script_exists(line: CommandLine) -> None:
     """Raise `ConfigError` if no script was named, or if the script does not exist."""
     if not line.target:  # an empty shell variable does not name a script either
-        raise ConfigError("no script was given", hint="run `fullshard launch [flags] script.py [script arguments]`")
+        flag, *value = line.given[-1][1] if line.given else [""]
+        taken = f": {flag} takes {value[0]} as its value" if value and value[0].endswith(".py") else ""
+        raise ConfigError(
+            f"no script was given{taken}", hint="run `fullshard launch [flags] script.py [script arguments]`"
+        )
     path = Path(line.target)
     if line.kind == "script" and not path.exists():
         close = sorted(file.name for file in Path(path.parent).glob("*.py"))[:8] if path.parent.is_dir() else []

@@ -214,6 +214,8 @@ def parse_cluster(text: str, hosts: int | None = None, host_memory: int | None =
             f"{count} devices cannot be divided evenly among {hosts} hosts",
             hint="use a multiple of the number of hosts",
         )
+    if host_memory is not None and host_memory < GIB:
+        raise ConfigError(f"the memory of a host is {host_memory} bytes", hint="add a unit, as in 512GiB")
     if host_memory is not None and not device.can_offload:
         raise ConfigError(
             f"the memory of a host cannot be set for {device.name}, which computes in it", hint="remove --host-memory"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fullshard.core.errors import OptimizerError
+from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.journal import JOURNAL
 from fullshard.engine.bucket import Bucket
@@ -76,6 +76,13 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     for schedule in schedules:
         schedule.before_optimizer_step()
         refuse_pinned(schedule.units, "the optimizer cannot step", "step outside `with unsharded(model)`")
+    for bucket in buckets:
+        if bucket.has_gradient and bucket.gradient.keeps_unreduced:
+            raise LifecycleError(
+                f"{type(optimizer).__name__} cannot step: the gradients of unit {bucket.owner.name!r} are not reduced, "
+                "because the last backward ran under no_sync or set_requires_gradient_sync(False)",
+                hint="enable the reduction for the last backward before a step",
+            )
     for storage, own_buckets in by_storage(buckets).items():
         storage.before_update(optimizer, own_buckets)  # after unsharded parameters are freed, to have more memory
     for schedule in schedules:
