@@ -43,7 +43,7 @@ def accelerate(
     """
     for kind, value in ((torch.optim.Optimizer, optimizer), (DataLoader, dataloader)):
         if not isinstance(value, kind | None):
-            what = f"accelerate: expected a {kind.__name__}, got {type(value).__name__}"
+            what = f"accelerate: expected a torch {kind.__name__}, got {type(value).__name__}"
             raise ConfigError(what, hint="pass settings as config={'strategy': 'FULL_SHARD'}")
     accelerator = Accelerator(fsdp_plugin=ShardingConfig.of(config), mixed_precision=mixed_precision)
     if accelerator.mixed_precision == "fp16":
