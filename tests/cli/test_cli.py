@@ -67,6 +67,16 @@ def test_import_loads_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_commands_that_need_torch_say_so_if_it_is_not_installed() -> None:
+    """Some machines on which runs are planned have none."""
+    code = "import sys; sys.modules['torch'] = None\nfrom fullshard.cli.main import main; main()"
+    doctor, recipes = _python(code, "doctor"), _python(code, "recipe", "list")
+    assert (doctor.returncode, recipes.returncode) == (2, 0)
+    assert doctor.stderr == (
+        "ModuleNotFoundError: this command needs torch, which is not installed\nhint: pip install torch\n"
+    )
+
+
 def test_exported_names_are_sorted_and_exist() -> None:
     assert fullshard.__all__ == sorted(fullshard.__all__)
     for name in fullshard.__all__:

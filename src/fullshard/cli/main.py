@@ -146,6 +146,13 @@ def main() -> None:
     except FullshardError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(USAGE_ERROR)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # which `plan`, `recipe` and `config` do without
+            raise
+        sys.stderr.write(
+            "ModuleNotFoundError: this command needs torch, which is not installed\nhint: pip install torch\n"
+        )
+        sys.exit(USAGE_ERROR)
     except OSError as error:
         if error.strerror is None or not _is_named(error.filename):
             raise
