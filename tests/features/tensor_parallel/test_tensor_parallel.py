@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,9 +42,10 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.coded_state import coded_tensors
 from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.cli.main import app
-from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
+from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError, WrapError
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features.local_optimizers.coded import decode
+from fullshard.features.torch_tools.install import describe_intervals
 from tests.distributed import end_workers, preload, run_ranks
 
 preload("typer")
@@ -933,3 +935,20 @@ def check_packed(directory: str) -> None:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch cannot gather what is packed and split: an error")
 def test_packed_matrices(tmp_path: Path) -> None:
     run_ranks(check_packed, 4, str(tmp_path))
+
+
+def _verls_export() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(parallelize(build(), mesh["tp"]), mesh["dp"])
+    home: Any = ModuleType("verl.workers.engine.spec")
+    home.ShardSpec = type("ShardSpec", (), {"from_param": lambda param: SimpleNamespace()})
+    describe_intervals(home)
+    with pytest.raises(LifecycleError) as error:
+        home.ShardSpec.from_param(model.blocks[0].q.weight)
+    return str(error.value)
+
+
+@pytest.mark.full
+def test_verls_export_of_changed_elements_is_refused() -> None:
+    said = run_ranks(_verls_export, 4)[0]
+    assert "does not support blocks.0.q.weight" in said and "use get_per_tensor_param" in said

@@ -6,16 +6,20 @@ pytest tests/features/torch_tools/test_torch_tools.py
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 
 import fullshard.features as engine
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.features import MixedPrecisionPolicy, check_optimizer, no_sync, repoint, units_of, unsharded
+from fullshard.features.torch_tools.install import describe_intervals
 from tests.differential import CLOSE, rounding
 from tests.distributed import run_ranks
 from tests.traps import (
@@ -653,3 +657,39 @@ def check_views_of_dimensions() -> None:
 
 def test_dimensions_of_sharded_parameters() -> None:
     run_ranks(check_views_of_dimensions, 2)
+
+
+# -- other libraries --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Described:
+    """What verl's `ShardSpec` has of this."""
+
+    full_shape: tuple[int, ...]
+    place: int | None = None
+    gather_group: Any = None
+    contributes: bool = True
+
+    @classmethod
+    def from_param(cls, param: torch.Tensor) -> Any:
+        return cls(tuple(param.shape))
+
+
+def check_description() -> None:
+    model = build_sharded(Stack, BLOCKS, strategy="HYBRID_SHARD", shard_size=2)
+    home: Any = ModuleType("verl.workers.engine.spec")
+    home.ShardSpec = type("ShardSpec", (Described,), {})
+    describe_intervals(home)
+    for parameter in sharded_parameters(model).values():
+        described, local = home.ShardSpec.from_param(parameter), parameter.to_local().reshape(-1)
+        whole = parameter.full_tensor().reshape(-1)
+        assert torch.equal(whole[described.place :][: local.numel()], local)
+        assert described.full_shape == tuple(parameter.shape)
+        assert dist.get_process_group_ranks(described.gather_group) == [[0, 1], [2, 3]][dist.get_rank() // 2]
+        assert described.contributes == (dist.get_rank() < 2)
+    assert home.ShardSpec.from_param(torch.ones(3)).place is None
+
+
+def test_verl_is_told_where_an_interval_lies() -> None:
+    run_ranks(check_description, 4)

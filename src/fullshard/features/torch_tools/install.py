@@ -398,6 +398,27 @@ def _plain(value: Any) -> Any:
     return value.detach().full_tensor() if is_whole else value
 
 
+def describe_intervals(module: ModuleType) -> None:
+    """Make verl's `ShardSpec` describe an interval, which verl would take for a tensor that all ranks hold."""
+    theirs = module.ShardSpec.from_param
+
+    def from_param(param: torch.Tensor) -> Any:
+        described = theirs(param)
+        if isinstance(param, ShardedTensor) and _ragged_of(param.placements) is not None:
+            spec = param.spec
+            if type(spec) is not ShardSpec:
+                raise LifecycleError(
+                    f"verl's export of changed elements does not support {param.name}, which is also cut along another "
+                    "axis than the shard axis",
+                    hint="use get_per_tensor_param, which gives complete tensors",
+                )
+            described.place, described.gather_group = spec.interval.start, spec.mesh.shard_group
+            described.contributes = spec.mesh.replicate_rank == 0
+        return described
+
+    module.ShardSpec.from_param = from_param
+
+
 @functools.cache
 def install() -> None:
     """Replace torch's functions. This is called when a model or tensor is sharded for the first time, not on import."""
@@ -421,5 +442,6 @@ def install() -> None:
     )
     after_import("torch.distributed.checkpoint.hf_storage", torch_private.keep_every_box)
     after_import("peft.utils.save_and_load", _give_whole_adapters)
+    after_import("verl.workers.engine.spec", describe_intervals)
     torch_optimizer.register_optimizer_step_pre_hook(hooks.before_step)
     torch_optimizer.register_optimizer_step_post_hook(hooks.after_step)
