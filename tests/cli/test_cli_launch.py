@@ -192,6 +192,15 @@ def test_exit_codes_and_count() -> None:
         launch_local("worker", [], nproc=0)
 
 
+def test_a_size_that_is_overwritten_later_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM on a CPU sets it to the number of its own ranks."""
+    for name, value in {"RANK": "13", "WORLD_SIZE": "16", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    first = read_rank_environment()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert read_rank_environment() == first == RankEnvironment(13, 16, 5, 8, launched=True)
+
+
 def test_environment_is_read_or_refused() -> None:
     assert read_rank_environment({}) == RankEnvironment()
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}

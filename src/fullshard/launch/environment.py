@@ -48,6 +48,8 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
         return RankEnvironment()
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
+    if environ is os.environ:
+        local_world_size = _LAUNCHED.setdefault((rank, world_size, environ.get("LOCAL_RANK")), local_world_size)
     local_rank = _number(environ, "LOCAL_RANK", default=rank % max(1, local_world_size))
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         raise ConfigError(
@@ -55,6 +57,10 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
             f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}"
         )
     return RankEnvironment(rank, world_size, local_rank, local_world_size, launched=True)
+
+
+_LAUNCHED: dict[tuple[int, int, str | None], int] = {}
+"""LOCAL_WORLD_SIZE of this process at the first reading. vLLM on a CPU overwrites it with the size of its own group."""
 
 
 def is_started_again() -> bool:
