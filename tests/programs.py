@@ -8,18 +8,21 @@ weights. What a program may not do (step while gradients are kept unreduced) is 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.checkpoint import full_state_dict, load_checkpoint, load_full_state_dict, save_checkpoint
-from fullshard.features import clip_grad_norm_, no_sync, shard_model, unsharded
+from fullshard.config.switches import OFFLOAD
+from fullshard.features import clip_grad_norm_, no_sync, park, shard_model, unpark, unsharded
 from tests.differential import own_part
 from tests.distributed import place_of
 from tests.traps import own_elements, sharded_parameters
@@ -134,6 +137,13 @@ def _operations() -> st.SearchStrategy[Operation]:
         (1, st.just(("save",))),
         (1, st.just(("restore",))),
         (1, st.just(("look",))),
+        (1, parkings()),
+    )
+
+
+def parkings() -> st.SearchStrategy[Operation]:
+    return st.tuples(
+        st.just("park"), st.sampled_from([None, "weights"]), st.sampled_from(["nothing", "save", "change"])
     )
 
 
@@ -149,6 +159,19 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = (1, 2, 3)) -> Progr
         optimizers=tuple(draw(st.lists(st.sampled_from(["adamw", "momentum"]), min_size=1, max_size=2))),
         operations=tuple(draw(st.lists(_operations(), min_size=1, max_size=12))),
     )
+
+
+@st.composite
+def parked_programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = (1, 2, 3)) -> Program:
+    """Programs that park the model after any of their operations, and after at least one."""
+    program = draw(programs(world_sizes))
+    count = len(program.operations)
+    after = draw(st.sets(st.integers(0, count - 1), min_size=1))
+    several = (
+        [operation, draw(parkings())] if index in after else [operation]
+        for index, operation in enumerate(program.operations)
+    )
+    return replace(program, operations=tuple(itertools.chain.from_iterable(several)))
 
 
 # -- running ----------------------------------------------------------------------------------------------------
@@ -330,6 +353,20 @@ class Run:
         with unsharded(self.sharded):
             for name, parameter in self.sharded.named_parameters():
                 assert_close(name, parameter.detach(), self.plain.get_parameter(name).detach())
+
+    def do_park(self, keep: Literal["weights"] | None, meanwhile: str) -> None:
+        """Park both the model and its optimizers; what is parked can be read, saved and changed."""
+        with pytest.MonkeyPatch.context() as within:
+            within.setenv(OFFLOAD.name, "rehearse")  # moves memory on a CPU, too
+            park(self.sharded, self.optimizers, keep=keep)
+        self.compare("while the model is parked")
+        if meanwhile == "save":
+            self.do_save()
+        elif meanwhile == "change":
+            with torch.no_grad():
+                for parameter in (*self.sharded.parameters(), *self.plain.parameters()):
+                    parameter.mul_(0.99)
+        unpark(self.sharded, self.optimizers)
 
     def compare(self, place: str) -> None:
         """Weights and gradients: each rank its elements."""

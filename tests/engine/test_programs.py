@@ -1,4 +1,6 @@
-"""Random programs of forward, backward, freezing, failing, saving, loading on 1 to 3 ranks, beside a plain model.
+"""Random programs of forward, backward, freezing, failing, saving, loading and parking on 1 to 3 ranks.
+
+Each runs beside a plain model.
 
 Each example is four programs that the same ranks run one after the other: to join a job takes as long as to run one.
 
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed import preload, run_ranks
-from tests.programs import Program, programs, run_program
+from tests.programs import Program, parked_programs, programs, run_program
 from tests.programs_of_two import ProgramOfTwo, programs_of_two, run_program_of_two
 
 preload("tests.programs", "tests.programs_of_two")
@@ -55,6 +57,14 @@ def test_random_programs(several: tuple[Program, ...]) -> None:
 @given(together(programs))
 @settings(max_examples=MANY // TOGETHER)
 def test_many_random_programs(several: tuple[Program, ...]) -> None:
+    check(run_program, several, 60)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@given(together(parked_programs))
+@settings(max_examples=200 // TOGETHER, derandomize=True)
+def test_random_programs_that_park(several: tuple[Program, ...]) -> None:
     check(run_program, several, 60)
 
 

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.features import FSDPModule, fully_shard, park, unpark, unsharded
 from fullshard.optim import EMA
-from tests.distributed import place_of, run_ranks
+from tests.distributed import end_workers, place_of, run_ranks
 from tests.offload import WIDTH, Case
 from tests.simulated.process import on_device
 from tests.simulated.training import Case as Simulated
@@ -100,6 +103,50 @@ def _keeps_weights() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_can_stay_and_be_parked_later(ranks: int) -> None:
     run_ranks(_keeps_weights, ranks)
+
+
+def _trains(parks: bool, is_tensor_parallel: bool) -> list[torch.Tensor]:
+    """Train with an average of the weights, and park between micro-batches and after steps."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if is_tensor_parallel:
+        parallelize_module(model, mesh["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh = mesh["replicate"]
+    for layer in (*model.children(), model):
+        fully_shard(layer, mesh=mesh)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    average = EMA(model)
+    for step in range(4):
+        draw = torch.Generator().manual_seed(10 * step + dist.get_rank() * (not is_tensor_parallel))
+        loss = model(torch.randn(4, WIDTH, generator=draw)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if parks:
+            park(model, [optimizer, average], keep="weights" if step == 2 else None)
+            torch.ones(4096).neg_()  # overwrites what has lost its memory
+            unpark(model, [optimizer, average])
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update()
+    averages = [value.clone() for state in average.state.values() for value in state.values()]
+    assert averages
+    return [*losses, *averages, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+
+
+def _trains_alike() -> None:
+    for is_tensor_parallel in (False, True):
+        plain, parked = (_trains(parks, is_tensor_parallel) for parks in (False, True))
+        assert all(map(torch.equal, plain, parked))
+        assert not torch.equal(plain[0], plain[3])
+
+
+@pytest.mark.usefixtures("rehearsed")
+def test_training_on_four_ranks_is_the_same_bit_for_bit() -> None:
+    """With two replicas of two ranks, and with a model that is also tensor-parallel."""
+    end_workers()  # torch remembers groups of processes that an earlier test has ended
+    run_ranks(_trains_alike, 4)
 
 
 def _saves(folder: str) -> None:
