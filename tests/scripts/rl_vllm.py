@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
-from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.lora.request import LoRARequest
+from vllm_reload import reload
 
 import fullshard
 from fullshard.checkpoint.adapters import save_adapters
@@ -62,11 +62,7 @@ def update(step: int) -> LoRARequest | None:
         save_adapters(f"{output}/adapter-{step}", model)
         return LoRARequest(f"step {step}", step + 1, f"{output}/adapter-{step}")
     weights = fullshard.stream_weights(model, dtype=dtype)
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    for module in engine.llm_engine.model_executor.driver_worker.model_runner.model.modules():
-        for kept in (getattr(module, name, None) for name in ("w13_weight", "w2_weight")):
-            if kept is not None:  # vLLM 0.32 leaves experts unpacked when it reloads them on a CPU
-                kept.data.copy_(cpu_prepack_moe_weight(kept.data, "vec"))
+    reload(engine.llm_engine.model_executor.driver_worker.model_runner, weights)
     engine.reset_prefix_cache()
     return None
 
