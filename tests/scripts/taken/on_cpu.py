@@ -23,6 +23,7 @@ def prepare() -> None:
     answers |= dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_reserved", "max_memory_allocated"), 0)
     answers |= {"mem_get_info": (0, 1), "ipc_collect": None, "reset_max_memory_allocated": None}
     torch.cpu.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cpu.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     for name, answer in answers.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda *_, _answer=answer, **__: _answer)

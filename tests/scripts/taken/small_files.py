@@ -1,4 +1,4 @@
-"""Create small substitutes for files that programs would download: `small_files.py titan|verl PLACE`."""
+"""Create small substitutes for files that programs would download: `small_files.py titan|verl|rl PLACE`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,41 @@ def titan(place: Path) -> None:
     (place / "c4_test" / "data.json").write_text("\n".join(lines))
 
 
+def fast_tokenizer(count: int) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(count), **names)
+    fast.chat_template = CHAT + "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+    return fast
+
+
+def rl(place: Path) -> None:
+    """Write `llama`, a dense model, and `moe`, a mixture of experts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    fast = fast_tokenizer(57)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    sizes |= {"vocab_size": len(fast), "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    for name, model in (
+        ("llama", LlamaForCausalLM(LlamaConfig(**sizes))),
+        ("moe", Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))),
+    ):
+        model.save_pretrained(place / name)
+        fast.save_pretrained(place / name)
+
+
 def verl(place: Path) -> None:
     import pandas as pd
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     place.mkdir(parents=True)
-    names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(90), **names)
-    fast.chat_template = CHAT + "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+    fast = fast_tokenizer(90)
     fast.save_pretrained(place / "model")
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -62,4 +88,4 @@ def verl(place: Path) -> None:
 
 if __name__ == "__main__":
     random.seed(0)
-    {"titan": titan, "verl": verl}[sys.argv[1]](Path(sys.argv[2]))
+    {"titan": titan, "verl": verl, "rl": rl}[sys.argv[1]](Path(sys.argv[2]))
