@@ -108,4 +108,4 @@ def test_rewards_of_trl_rise(tmp_path: Path, mode: str, kind: str, what: str, dt
     print(mode, kind, what, dtype, rewards[0], rewards[-1], max(differences))
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.3, rewards
     # A policy that has become sure has large logits, of which bfloat16 keeps 8 bits and float32 24.
-    assert max(differences) < (0.1 if dtype == "bfloat16" else 1e-4), differences
+    assert max(differences) < (0.1 if dtype == "bfloat16" else 1e-3), differences

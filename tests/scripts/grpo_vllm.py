@@ -64,7 +64,7 @@ trainer = GRPOTrainer(
         per_device_train_batch_size=16,
         num_generations=8,
         max_completion_length=8,
-        max_steps=16,
+        max_steps=24 if what == "lora" else 16,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
