@@ -18,7 +18,7 @@ from tests.cli.test_chat import model as model
 
 COMMAND = """from fullshard.cli import main as cli
 run = cli.app
-cli.app = lambda: (print("up", flush=True), run())
+cli.app = lambda *words: (print("up", flush=True), run(*words))
 cli.main()"""
 SLEEPS = "import time\nprint('sleeping', flush=True)\ntime.sleep(100)\n"
 
