@@ -62,6 +62,8 @@ def _serve(tasks: Any, results: Any) -> None:
         os.environ.update(environment)
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in own.items()})
+        if launched := sys.modules.get("fullshard.launch.environment"):
+            launched._LAUNCHED.clear()  # a process of another job would know nothing of this one
         if coverage := sys.modules.get("coverage"):  # of which test this is, it learns by itself only once
             coverage.Coverage.current().switch_context(environment.get("PYTEST_CURRENT_TEST", ""))
         torch.manual_seed(0)
