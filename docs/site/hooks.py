@@ -53,6 +53,11 @@ def on_post_page(output: str, *, page: Any, config: Any) -> str:
     return output.replace(' data-md-component="source"', "")
 
 
+def on_post_template(output: str, *, template_name: str, config: Any) -> str:
+    """Do the same for the page of a missing address."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def on_post_build(*, config: Any) -> None:
     """List the versions beside this one, for the menu of versions, and open the newest from the folder above."""
     folder = Path(config.site_dir)
