@@ -79,10 +79,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 
 def _link(mesh: Mesh) -> float:
-    """Return the bytes per second that one process sends in an all-gather and a reduce-scatter.
-
-    Where ranks share memory, an all-gather takes no time, so the figure is for a reduce-scatter only.
-    """
+    """Return the bytes per second that one process sends. With shared memory, only a reduce-scatter takes time."""
     if mesh.shard_size == 1:
         return _memory_bandwidth(mesh.device)
     nbytes = 2**24 if mesh.device.type == "cpu" else 2**30  # about one unit; even large units on a CPU have a few MiB

@@ -137,10 +137,7 @@ def divided(
 
 
 def _check_output(model: nn.Module, _: Any, output: Any) -> None:
-    """Refuse outputs that are not per token, and a backward after the block.
-
-    Such a backward would recompute attention without the tokens of other ranks.
-    """
+    """Refuse outputs that are not per token, and a backward after the block, where other ranks' tokens are missing."""
     if not _BLOCKS:
         return
     block, name = _BLOCKS[-1], type(model).__name__

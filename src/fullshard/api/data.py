@@ -209,10 +209,7 @@ class ShardedDataLoader(DataLoader[Any]):
             ORDERS.pop(name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
-        """Skip the first `discard` batches of the loader, and yield the others.
-
-        Each batch comes with the real part of its round, or None if that is not known.
-        """
+        """Skip `discard` batches, and yield the others, each with the real part of its round, or None if unknown."""
         given = iter(self.base_dataloader)
         self.share.note_begun()
         for _ in range(discard):

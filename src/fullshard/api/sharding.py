@@ -140,10 +140,7 @@ def adopt(model: nn.Module, settings: RunConfig, autocast: AutocastKwargs, devic
 
 
 def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
-    """Mark the large weights to keep quantised at rest, and report them through `say`.
-
-    These are the weights that bitsandbytes left unquantised and, if `form` is set, all large frozen weights.
-    """
+    """Quantise at rest what bitsandbytes left in 16 bits and, if `form` is set, all large frozen weights."""
     quantise_rest(model)
     if form is not None:
         say(f"{type(model).__name__}: {quantize(model, form)}")

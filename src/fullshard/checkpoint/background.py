@@ -114,10 +114,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         return self.wait() if self._ranks.all(not self._thread.is_alive()) else None
 
     def wait(self) -> Location | None:
-        """Wait for a running save and return its path, or None if no save is running.
-
-        Raises the same errors as `check`.
-        """
+        """Wait for a running save and return its path, or None if none is running. Raise the errors of `check`."""
         if self._thread is None:
             return None
         self._thread.join()

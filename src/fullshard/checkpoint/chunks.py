@@ -11,10 +11,7 @@ from fullshard.core.layout import Interval
 
 
 def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
-    """Fill this rank's part of a tensor, whatever its memory layout is.
-
-    `read(interval, out)` reads an interval of the full tensor, flattened row by row.
-    """
+    """Fill this rank's part of a tensor of any memory layout. `read(interval, out)` reads the flattened full tensor."""
     plain = local.held.contiguous()  # a copy if its memory layout differs
     read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
     if plain.data_ptr() != local.held.data_ptr():

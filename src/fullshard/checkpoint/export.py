@@ -187,10 +187,7 @@ class SavedLayout:
 def _write_weights(
     path: Path, entries: Sequence[tuple[TensorEntry, Batch]], convert: SavedLayout, ranks: Ranks
 ) -> None:
-    """Gather the tensors of a file, given in storage order, and write them on rank 0.
-
-    If writing fails, every rank raises the error after the gathers.
-    """
+    """Gather the tensors of a file in storage order, and write them on rank 0. Then raise its error on every rank."""
     lost: list[Exception] = []  # errors of gathers, after which ranks can no longer communicate
 
     def gathered() -> Iterator[Callable[[], list[torch.Tensor]]]:

@@ -108,10 +108,7 @@ class Destination:
     def make(
         self, doing: str = "saving", *, several: bool = False, reserve: Callable[[Location], object] | None = None
     ) -> None:
-        """Prepare the destination; see `Store.prepare`. All ranks must call this.
-
-        Before, rank 0 calls `reserve` with the final path. See `_reservation`.
-        """
+        """Prepare the destination (`Store.prepare`) on all ranks. Rank 0 first calls `reserve` with the final path."""
 
         def prepare() -> None:
             if reserve is not None:
@@ -175,10 +172,7 @@ class Pending:
 
 
 def _reservation(total_limit: int | None, *, overwrite: bool) -> Callable[[Location], object]:
-    """Return the function that reserves the folder or name in which a save may replace or remove checkpoints.
-
-    It raises an error if another job has reserved it. See `lease`.
-    """
+    """Return the function that reserves a folder or name for a save, or raises an error if another job has it."""
     if total_limit is not None:
         return lambda final: hold_folder(final.parent)
     return hold_name if overwrite else require_free

@@ -51,10 +51,7 @@ def _read() -> tuple[RunConfig, dict[str, str]] | None:
 
 
 def launched() -> Reading:
-    """Read the settings from the launcher's file, and those that the script has since set in the environment.
-
-    If there is no such file, read the environment variables that `accelerate launch` sets.
-    """
+    """Read the launcher's file (or the variables of `accelerate launch`), and what the script has set since."""
     found = _read()
     if found is None:
         return load_environment()

@@ -58,10 +58,7 @@ _KNOWN = "full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2,
 
 
 def read_fsdp_words(text: Any, origin: Origin) -> Reading:
-    """Read the settings of `--fsdp "full_shard auto_wrap offload"`: options in any case and order, or a boolean.
-
-    Options are separated by spaces or commas. An option may contain `_`, `-`, or a space.
-    """
+    """Read the settings of `--fsdp "full_shard auto_wrap offload"`: options with spaces or commas, or a boolean."""
     reading = Reading()
     words = [word for word in re.split(r"[\s,_'\"-]+", str(text).lower()) if word]
     while words:

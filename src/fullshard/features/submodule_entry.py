@@ -44,10 +44,7 @@ class SubmoduleEntry(Extension):
 
 
 def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
-    """Add hooks that unshard the unit when a module with its parameters is called directly.
-
-    In units other than the outermost, only embeddings get hooks, as models look up tokens before they call the unit.
-    """
+    """Add hooks that unshard the unit when a module in it is called directly. Inner units hook only embeddings."""
     parts = {id(m): m for slot in unit.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
     handles = []
     for part in parts.values():

@@ -132,10 +132,7 @@ def _number(path: Path) -> int:
 
 
 def _pairs(hosts: Sequence[str], *, shares_card: bool) -> Iterator[tuple[int, int]]:
-    """Yield the links of a ring: neighbours in each host, and ranks of equal number in neighbouring hosts.
-
-    If the ranks of a host share its network card, and memory, one rank of each host is enough.
-    """
+    """Yield the links of a ring: neighbours in each host, and ranks of equal number in neighbouring hosts."""
     groups = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     across = list(map(list, zip(*groups, strict=False)))
     for row in across[:1] if shares_card else [*groups, *across]:

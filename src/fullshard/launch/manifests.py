@@ -29,10 +29,7 @@ _PLACES = {
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
-    """Return a batch script (`slurm`), or a manifest of a PyTorchJob (`kubernetes`) or a TrainJob (`trainjob`).
-
-    Lines of the template are left out if their placeholder has no value.
-    """
+    """Return a batch script (`slurm`), or a manifest of a PyTorchJob (`kubernetes`) or a TrainJob (`trainjob`)."""
     if kind not in _PLACES:
         raise ConfigError(
             f"--print must be slurm, kubernetes or trainjob, got {kind!r}",

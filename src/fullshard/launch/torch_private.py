@@ -32,10 +32,7 @@ USERS_OF_FULLY_SHARD = ("torch.distributed._composable.replicate_with_fsdp",)
 
 
 def worker_context(agent: LocalElasticAgent) -> Any:
-    """Return the context of the workers' processes, or None before the first start. Since torch 2.0.
-
-    Its `close` method gives the processes 30 seconds to end.
-    """
+    """Return the context of the workers' processes, or None before the first start. `close` gives them 30 seconds."""
     return agent._pcontext
 
 

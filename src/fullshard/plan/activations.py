@@ -260,11 +260,7 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _working_on_scores(block: Block, job: Job, device: Device) -> int:
-    """Return the bytes per token at the moment when backward has the gradients of softmax's output and input.
-
-    The copy of the scores that was multiplied by the values has been freed by then. The result is 0 if no scores are
-    written to memory.
-    """
+    """Return the bytes per token while backward has the gradients of softmax's output and input, or 0."""
     softmax, copy = _score_widths(block, job, device)
     return (2 * softmax - (copy if copy != softmax or block.attention_dropout else 0)) * block.heads * job.seq_len
 

@@ -131,10 +131,7 @@ def sent_nbytes(model: ModelShape, job: Job) -> dict[str, int]:
 
 
 def saved_twice(block: Block, job: Job, *, is_repeated: bool) -> int:
-    """Return the elements per token that a layer saves in addition if heads are exchanged.
-
-    These are attention's output, and the copies of keys and values unless the kernel repeats them anyway.
-    """
+    """Return the elements per token that exchanging heads adds to a layer: its output, and copied keys and values."""
     if job.sp == 1:
         return 0
     sizes = block.head_dim + (block.value_dim or block.head_dim)
@@ -170,10 +167,7 @@ def moved_nbytes(block: Block, job: Job) -> tuple[int, int]:
 
 
 def _widths(block: Block, job: Job) -> tuple[int, int]:
-    """Return the widths per token of queries and output together, and of keys and values together.
-
-    Keys and values are counted with the copies that Ulysses makes if a group has more ranks than they have heads.
-    """
+    """Return the widths per token of queries and output, and of keys and values with the copies of Ulysses."""
     sizes = block.head_dim + (block.value_dim or block.head_dim)
     return block.heads * sizes, max(block.kv_heads, job.sp) * sizes
 

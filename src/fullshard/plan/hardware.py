@@ -201,10 +201,7 @@ def split_devices(text: str) -> tuple[int | None, str]:
 
 
 def parse_cluster(text: str, hosts: int | None = None, host_memory: int | None = None) -> Cluster:
-    """Return the cluster that a text such as `8xH100` describes, by default on as few hosts as possible.
-
-    `host_memory` is the memory of each host in bytes, if it is not that of a typical host.
-    """
+    """Return the cluster of a text such as `8xH100`, on few hosts, by default with a typical host's memory in bytes."""
     number, name = split_devices(text)
     device, count = find_device(name), number or 1
     if hosts is None:

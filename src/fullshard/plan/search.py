@@ -337,11 +337,7 @@ def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
 
 
 def _shortened(layers: Sequence[UnitShape]) -> tuple[Sequence[UnitShape], Sequence[UnitShape], float]:
-    """Return two shortened lists of layers, and how many more repeats the model has than the longer list.
-
-    The longer list repeats the period twice as often as the shorter one. If the number is 0 or less, the model has no
-    more layers than the longer list.
-    """
+    """Return two shortened lists of layers, and how many more repeats the model has than the longer list."""
     first, period = _turns(layers)
     few = period * -(-_FEW // period)
     return layers[: first + few], layers[: first + 2 * few], (len(layers) - first) / few - 2

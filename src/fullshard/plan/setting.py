@@ -73,10 +73,7 @@ class PlanSetting:
 
 
 def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], float]) -> float:
-    """Return what an optimizer costs one rank in total, as the mean over a shard group.
-
-    `what` returns the cost per trained element from the optimizer and the dtype. Padding costs nothing.
-    """
+    """Return the mean total of `what`, a cost per trained element by optimizer and dtype, over a shard group."""
     row, work, buckets = setting.job.planned_optimizer, setting.matrices, setting.layout.buckets
     shard_size, total = setting.layout.shard_size, 0.0
     for bucket in buckets:

@@ -106,8 +106,5 @@ def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) ->
 
 
 def passed_on(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Return the bytes on the busiest device's links inside its host and between hosts, in a step around a ring.
-
-    The last rank of a host sends to the next host through its own link.
-    """
+    """Return the bytes that the busiest device passes on in a ring, inside its host and to the next host, in a step."""
     return (nbytes, 0.0) if ranks * stride <= ranks_per_host else (0.0, nbytes)

@@ -274,10 +274,7 @@ class RehearsedGroup(_GROUP):  # type: ignore[misc]
 
 
 def _copy(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Copy each input to its output, unless it is in place, and return the outputs.
-
-    The tensors' data is copied, because autograd sees nothing of a message.
-    """
+    """Copy the data of each input to its output, unless it is in place, and return the outputs."""
     for output, given in zip(outputs, inputs, strict=True):
         if output.numel() and (output.numel() != given.numel() or output.data_ptr() != given.data_ptr()):
             output.data.copy_(given.data)

@@ -74,10 +74,7 @@ class Meter:
         replace({self._backward: self._run_backward, self._embed: lambda *given: self._run_embedding(*given)})
 
     def _turn(self, phase: str) -> None:
-        """Begin a phase, and note the peak of the one that ends.
-
-        Peaks start anew in each phase, but only after the steps in which the engine itself reads them.
-        """
+        """Begin a phase, and note the peak of the last one, except in steps whose peaks the engine itself reads."""
         peak, is_anew = _peak(self._before), len(self._ends) > WARM_UP
         self._top = [*map(max, self._top, peak)]
         if is_anew or self._phase == LOAD:

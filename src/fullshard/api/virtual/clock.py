@@ -117,10 +117,7 @@ class Clock:
         return task is None or task.end <= self.host
 
     def _next(self, until: float = math.inf) -> bool:
-        """Advance the clocks of the streams to the next moment at which anything changes.
-
-        Return False if nothing changes before `until`.
-        """
+        """Advance the clocks of the streams to the next change. Return False if there is none before `until`."""
         running = self._start()
         busy = Counter(task.resource for task in running if task.latency <= 0.0)
         slow = 1.0 + self.contention * any(task.resource.startswith("link") for task in running)

@@ -220,10 +220,7 @@ _torchs_dropout = nn.functional.dropout
 
 
 def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Run dropout as one kernel that writes a mask with one byte per element, as accelerators do.
-
-    On the meta device, torch's own dropout would run three kernels.
-    """
+    """Run dropout as one kernel with a mask of one byte per element, where the meta device would run three."""
     if training and p and not inplace:
         return torch.native_dropout(input, p, True)[0]
     return _torchs_dropout(input, p, training, inplace)

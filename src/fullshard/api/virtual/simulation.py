@@ -166,10 +166,7 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
 
 
 def _autocast(device_type: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return torch's autocast context.
-
-    On the meta device, which torch's autocast does not support, return a context that does nothing.
-    """
+    """Return torch's autocast context, or one that does nothing on the meta device, which autocast does not support."""
     return contextlib.nullcontext() if device_type == "meta" else torch.amp.autocast(device_type, **options)
 
 
@@ -233,10 +230,7 @@ def check_axes(job: Job) -> None:
 def _second_step(
     model: nn.Module, job: Job, mesh: Mesh, of_axes: dict[str, Any], events: list[Event]
 ) -> tuple[int, ...]:
-    """Run two steps. Keep the events of the second, and return the bytes that it sends.
-
-    In the first step, the engine records the order of the units, which the second step follows.
-    """
+    """Run two steps; the first records the order of units. Keep the events of the second, and return its bytes."""
     groups = [getattr(way, "group", None) for way in (mesh.gather, mesh.reduce, mesh.replicate)]  # None: of one rank
     groups += [of_axes.get(axis) for axis in ("cp", "sp")]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

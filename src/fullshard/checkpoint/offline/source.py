@@ -106,10 +106,7 @@ class Source(AbstractContextManager["Source"]):
 
 
 def open_native(path: Location) -> Source:
-    """Open a directory that `save_checkpoint` wrote, or raise an error that lists what is missing or damaged.
-
-    Its source returns only bytes that match their checksums.
-    """
+    """Open a directory that `save_checkpoint` wrote, and check what is read. Errors list what is damaged."""
     manifest = read_manifest(path)
     if problems := quick_problems(path, manifest):
         raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))

@@ -294,10 +294,7 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
-    """Average a gradient over the ranks, or divide the sum by the script's divisor. This is a collective.
-
-    If `of_interval`, the gradient covers only this rank's elements and is averaged over the replicas.
-    """
+    """Average a gradient over the ranks (if `of_interval`, over the replicas), or divide the sum. A collective."""
     mesh, group = spec.mesh, spec.mesh.world_group
     divisor = float(mesh.world_size) if spec.reduction is None else spec.reduction.divisor
     if of_interval and mesh.shard_size > 1:

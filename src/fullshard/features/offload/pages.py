@@ -238,10 +238,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Saved:
-    """The object that the autograd graph holds in place of a saved tensor.
-
-    `tensor` is the tensor if it stays on the device; otherwise an empty tensor that shares its version counter.
-    """
+    """Stands for a saved tensor in the autograd graph. A moved one leaves an empty tensor with its version counter."""
 
     tensor: torch.Tensor
     version: int

@@ -163,10 +163,7 @@ def _reentrantly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `inner`, each time with the buffers that the first run started with.
-
-    Later runs use copies, because autograd raises an error if it has saved a buffer that is written to afterwards.
-    """
+    """Return a function that runs `inner` each time with copies of the buffers that the first run started with."""
     holders: list[nn.Module] = module.__dict__["_recomputed_buffers"]
     if not holders or torch.compiler.is_compiling():  # a compiled graph changes buffers only once
         return inner

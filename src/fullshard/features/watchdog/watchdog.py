@@ -335,10 +335,7 @@ class Watchdog(Watcher):
             self._told[key] = text
 
     def _failure(self, others: dict[int, Status] | None = None) -> str:
-        """Return a message if a rank has had an error that other ranks of a group did not have, or an empty string.
-
-        If `others` is given, ranks with fewer errors count only if they wait, because a running rank may fail later.
-        """
+        """Return a message if a rank had an error that others did not have. Of `others`, only ranks that wait count."""
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
         if total and (total != self._found[0] or others is not None):  # the explanation may arrive later
             ranks = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})

@@ -80,10 +80,7 @@ class AsyncLoader:
         return getattr(self.loader, name)
 
     def _padded(self, batch: Any, lengths: list[int]) -> dict[str, Any]:
-        """Return a batch whose tensors are padded to the next larger bucket.
-
-        Batches then have only a few different shapes.
-        """
+        """Return a batch whose tensors are padded to the next larger bucket, so that few shapes occur."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"buckets require batches that are dicts, got a {type(batch).__name__}",

@@ -172,10 +172,7 @@ def _refuse(args: Any) -> None:
 
 
 def _check_split(parallelism_config: Any, tiles: int) -> None:
-    """Raise an error if the config's tensor parallel size differs from that of the loaded model.
-
-    The Trainer cannot split layers, because this happens when the model is loaded.
-    """
+    """Raise an error if the config's tensor parallel size differs from that of the loaded model."""
     wanted = asked_tensor_parallel_size(parallelism_config)
     if wanted not in (1, tiles):
         raise ConfigError(

@@ -176,10 +176,7 @@ class ShardedTraining:
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the number of labels that count towards the loss, as an integer.
-
-        Transformers divides to compute it, which gives a rounded number for bf16 inputs.
-        """
+        """Return the number of labels that count towards the loss, exactly. In bf16, a division would round it."""
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
@@ -350,10 +347,7 @@ class ShardedTraining:
             )
 
     def _keeps_weights_in_state(self: Any) -> bool:
-        """Return whether the weights in checkpoints are part of the training state.
-
-        Otherwise, they are in files that `from_pretrained` reads.
-        """
+        """Return whether checkpoints have the weights in the training state, not in files for `from_pretrained`."""
         if self.args.save_only_model or is_saved_as_adapters(self.model):
             return False
         if _saves_its_own_way(self):
@@ -430,10 +424,7 @@ def _saves_its_own_way(trainer: Any) -> bool:
 
 
 def _of_global_batches(sampler: Any, world_size: int) -> Any:
-    """Change a sampler so that it orders the samples of all ranks, and return it.
-
-    The data loader distributes the samples over the ranks.
-    """
+    """Make a sampler order the samples of all ranks, which the loader then distributes, and return it."""
     match type(sampler).__name__:
         case "LengthGroupedSampler":
             sampler.batch_size *= world_size  # lengths are similar within a step for any number of ranks
