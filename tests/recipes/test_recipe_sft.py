@@ -852,6 +852,7 @@ lr_scheduler_kwargs: {x: [1, 2]}
     ("words", "launch"),
     [
         (["--max-restarts", "1"], ["--max_restarts", "1"]),
+        (["--cpu"], ["--cpu"]),
         (["--timeout=3"], ["--timeout", "3"]),
         (["--quantize", "nf4"], ["--quantize", "nf4"]),
         (["-n", "2"], ["--num_processes", "2"]),

@@ -67,7 +67,9 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
 def _refuse_what_is_there(final: Path, *, overwrite: bool) -> None:
     """Raise `CheckpointError` if something exists at `final` that this save may not replace."""
     if os.path.lexists(final) and not overwrite:
-        raise CheckpointError(f"{final} already exists", hint="choose another name, or pass overwrite=True")
+        raise CheckpointError(
+            f"{final} already exists", hint="choose another name, or pass overwrite=True (--overwrite)"
+        )
     refuse_file(final)
 
 

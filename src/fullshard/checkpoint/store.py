@@ -84,7 +84,9 @@ class ObjectStore(Store):
                 manifests = []
             is_something_else = not manifests and not all(map(is_of_a_save, there))
             if final.is_file() or ((manifests or is_something_else) and not self.overwrite):
-                raise CheckpointError(f"{final} already exists", hint="choose another name, or pass overwrite=True")
+                raise CheckpointError(
+                    f"{final} already exists", hint="choose another name, or pass overwrite=True (--overwrite)"
+                )
             if manifests and (several or manifests != [MANIFEST_NAME]):
                 raise CheckpointError(
                     f"{final} already exists, and an object store cannot replace several models at the same time",

@@ -12,7 +12,12 @@ from fullshard.config.settings import suggestion
 from fullshard.config.write import save_text
 from fullshard.core.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="List, show, and copy recipes that the planner has written.")
+app = typer.Typer(
+    help="List, show, and copy recipes that the planner has written.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 Name = Annotated[
     str, typer.Argument(help="A name that `fullshard recipe list` prints", autocompletion=lambda: list(_files()))
@@ -21,7 +26,7 @@ Name = Annotated[
 
 @app.command("list")
 def print_all() -> None:
-    """List the recipes, with the memory per device and the speed that the planner expects."""
+    """List the recipes, with their devices, memory and speed."""
     from rich.console import Console
     from rich.table import Table
 

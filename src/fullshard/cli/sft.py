@@ -13,9 +13,9 @@ from fullshard.config.schema import GROUPS
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_path
 
-_LAUNCH = ("num_processes", "config_file", "quantize", "max_restarts", "grace_period", "timeout")
+_LAUNCH = ("num_processes", "cpu", "config_file", "quantize", "max_restarts", "grace_period", "timeout")
 _RECIPE = "fullshard.recipes.sft"
-_USAGE = """fullshard sft [-n N] --model_name_or_path M --dataset_name D ...
+_USAGE = """fullshard sft [-n N] [--cpu] --model_name_or_path M --dataset_name D ...
        fullshard sft RUN.yaml [--name VALUE ...]
 
 Fine-tune a model on chats or texts: all weights, LoRA (--use_peft), or LoRA on
@@ -80,13 +80,13 @@ def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in _LAUNCH:
         names = [f"--{name}", f"--{name.replace('_', '-')}", *(["-n"] if name == "num_processes" else [])]
-        parser.add_argument(*dict.fromkeys(names), dest=name)
+        parser.add_argument(*dict.fromkeys(names), dest=name, action="store_true" if name == "cpu" else "store")
     try:
         found, words = parser.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
     taken = [(f"--{name}", value) for name, value in vars(found).items() if value]
-    return [word for pair in taken for word in pair], words
+    return [word for flag, value in taken for word in ((flag,) if value is True else (flag, value))], words
 
 
 def _sections(path: Path, directory: Path, launch_words: Sequence[str]) -> list[str]:
