@@ -30,7 +30,7 @@ from transformers import (
 import fullshard
 from fullshard import Accelerator
 from fullshard.checkpoint import full_state_dict
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.features import ShardedParameter
 from tests.differential import is_same_product
 from tests.distributed import run_ranks
@@ -223,6 +223,19 @@ def test_adapters_that_need_whole_weights_are_refused(tmp_path: Path, options: d
     with pytest.raises(ConfigError, match="unsharded base weights") as error:
         Accelerator(cpu=True).prepare(model)
     assert error.value.hint is not None
+
+
+def test_a_model_does_not_run_before_its_weights_are_read(tmp_path: Path) -> None:
+    """It is on the meta device, where a forward would compute nothing."""
+    save(LLAMA, tmp_path)
+    model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path)
+    with pytest.raises(LifecycleError, match="the weights of LlamaForCausalLM have not been read"):
+        model(tokens(0))
+    for shard in (lambda model: fullshard.accelerate(model)[0], Accelerator(cpu=True).prepare):
+        sharded = shard(fullshard.from_pretrained(AutoModelForCausalLM, tmp_path))
+        assert sharded(tokens(0)).logits.isfinite().all()
+    fullshard.fully_shard(model).load_state_dict(save(LLAMA, tmp_path).state_dict())
+    assert model(tokens(0)).logits.isfinite().all()
 
 
 def test_shapes_that_differ_are_all_listed(tmp_path: Path) -> None:

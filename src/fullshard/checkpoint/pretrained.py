@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fullshard.checkpoint.bitsandbytes_files import layer_problem, restore
 from fullshard.checkpoint.chunks import fill_local, read_across, read_transposed
@@ -39,7 +40,7 @@ from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand
 from fullshard.checkpoint.weight_files import TensorSource, model_directory, stored_tensors
 from fullshard.core.boxes import UNCUT
 from fullshard.core.dtypes import itemsize
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.core.forms import StoredForm
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
@@ -154,7 +155,14 @@ def from_pretrained(
     weights = PretrainedWeights(directory, model, built, parsed, found)
     weights.ignore_missing, weights.ignore_mismatched_sizes = ignore_missing, ignore_mismatched_sizes
     model.__dict__[WEIGHTS] = weights
+    weights.guard = model.register_forward_pre_hook(_refuse_to_run)
     return model
+
+
+def _refuse_to_run(model: nn.Module, *_: Any) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        what = f"the weights of {type(model).__name__} have not been read: this happens when the model is sharded"
+        raise LifecycleError(what, hint="first shard it, with Accelerator.prepare, accelerate or shard_model")
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, TensorSource]) -> torch.dtype:
@@ -220,6 +228,7 @@ class PretrainedWeights:
     """
 
     ignore_missing = ignore_mismatched_sizes = False
+    guard: RemovableHandle  # refuses to run the model until `start`
 
     def __init__(self, directory: Path, base: nn.Module, built: Outline, dtype: torch.dtype, found: Match) -> None:
         self.directory, self._base, self._built, self._dtype = directory, base, built, dtype
@@ -229,6 +238,7 @@ class PretrainedWeights:
 
     def start(self, model: nn.Module) -> None:
         """Match the model's parameters and buffers with the files. Raise an error that lists all differences."""
+        self.guard.remove()
         self._adapters = _adapter_parts(model)
         adapters = adapter_modules(model)
         places = [p for p in places_of(self._base) if id(p.module) not in adapters]
