@@ -60,7 +60,7 @@ def _check(is_right: bool, what: str, hint: str, kind: type[ConfigError | DataEr
 
 
 def prepare(model: nn.Module, rotation: str, mesh: DeviceMesh | None = None) -> None:
-    """Make attention ignore masks inside `divided`. Refuse models and inputs whose result would then be wrong.
+    """Make attention ignore masks inside `divided`. Refuse models and inputs that would give a wrong result.
 
     Args:
         model: the model. If it was prepared before, nothing is added to it.
@@ -101,7 +101,7 @@ def prepare(model: nn.Module, rotation: str, mesh: DeviceMesh | None = None) -> 
 
 
 def _drop_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute causal attention without a mask, which would be that of this rank's tokens among themselves."""
+    """Compute causal attention without a mask, because the mask would only cover this rank's own tokens."""
     if _BLOCKS and "attention_mask" in kwargs:
         kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
     return args, kwargs
@@ -232,7 +232,7 @@ def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse inputs whose result would be wrong, as attention ignores masks. Divide whole sequences. Add positions."""
+    """Refuse inputs that need masks, which attention ignores. Divide whole sequences. Add positions."""
     if not _BLOCKS:
         return None
     block, inputs = _BLOCKS[-1], _bound(model, args, kwargs)

@@ -315,7 +315,7 @@ class _LoopPlace:
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader like `loader` that skips the first `num_batches` batches of every iteration.
 
-    Skipped batches of a map-style dataset are not read. Those of an iterable dataset have to be read and discarded.
+    Skipped batches of a map-style dataset are not read. Batches of an iterable dataset must be read and discarded.
     """
     if not isinstance(loader, ShardedDataLoader):
         loader = ShardedDataLoader(loader)

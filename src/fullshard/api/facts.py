@@ -103,7 +103,7 @@ class Facts(Gathering):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Return the index of this rank's batch among those of its model replica."""
+        """Return the index of this rank's batch among the batches of its model replica."""
         return self.process_index // self._ranks_per_batch % self._data_parallel_sizes[1]
 
     autocast_handler: Any = forwarded("handlers", methodcaller("get", "AutocastKwargs"))

@@ -63,7 +63,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
         """Copy the state, start writing it in the background, and return. All ranks must call this.
 
-        The arguments are those of `save_checkpoint`.
+        The arguments are the same as for `save_checkpoint`.
 
         Returns:
             The path that the checkpoint will have.

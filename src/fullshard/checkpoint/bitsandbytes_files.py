@@ -134,7 +134,7 @@ def _check_table(source: TensorSource, expected: torch.Tensor, name: str) -> Non
 
 
 def _read_bytes(source: TensorSource, interval: Interval, out: torch.Tensor) -> None:
-    """Read an interval of the bytes of a tensor, whatever its dtype is."""
+    """Read an interval of the bytes of a tensor of any dtype."""
     width = source.dtype.itemsize
     whole = Interval(interval.start // width, -(-interval.stop // width))
     held = torch.empty(whole.numel, dtype=source.dtype)

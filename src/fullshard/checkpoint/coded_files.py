@@ -56,7 +56,7 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
 
 
 def decoded_sources(stored: _Sources, quantisation: Any, form: str | None = None) -> dict[str, TensorSource]:
-    """Return a directory's tensors, with one source per quantised weight. `form` is the form requested by the user."""
+    """Return a directory's tensors, with one source per quantised weight. `form` is the requested form."""
     if _method(quantisation) == "bitsandbytes":
         return four_bit_sources(stored, form)
     return _READERS[_method(quantisation)](stored, quantisation)

@@ -72,7 +72,7 @@ class Group:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether rows of the result can be computed one by one, such as one expert without the others."""
+        """Return whether rows of the result can be computed separately, such as one expert without the others."""
         first, *others = self.rule.operations
         stacks = type(first).__name__ == "MergeModulelist" and first.dim == 0 and len(self.rule.target_patterns) == 1
         keeps = all(

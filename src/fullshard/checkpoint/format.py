@@ -376,7 +376,7 @@ def rank_metadata(save_id: str, rank: int) -> dict[str, str]:
 
 
 def is_data_file(name: str) -> bool:
-    """Return whether a name is that of a data file that a rank writes."""
+    """Return whether a rank writes a data file of this name."""
     return _DATA_FILE.fullmatch(name) is not None
 
 

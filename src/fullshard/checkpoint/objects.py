@@ -88,7 +88,7 @@ class ObjectPath(PurePosixPath):
         return bytes(self._ask("read", "cat_file"))
 
     def write_bytes(self, data: bytes) -> None:
-        """Create or replace an object. A process that reads it meanwhile gets either the old or the new contents."""
+        """Create or replace an object. A concurrent reader gets either the old or the new contents."""
         self._ask("written", "pipe_file", data)
 
     def create(self, data: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Collect what is saved of an optimizer: its parameter groups, and the state of each parameter.
+"""Collect the parts of an optimizer to save: its parameter groups, and the state of each parameter.
 
 Moving averages of weights are stored in the same way as optimizer state.
 """

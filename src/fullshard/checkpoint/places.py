@@ -58,7 +58,7 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
 
 
 def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
-    """Return the names of weights that the saved class did not have, such as those of a new head.
+    """Return the names of weights that the saved class did not have, such as the weights of a new head.
 
     The configuration names this class. If it cannot be created here, every weight outside the base model counts as new.
     """

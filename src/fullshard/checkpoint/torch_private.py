@@ -1,4 +1,4 @@
-"""Private names of torch that checkpoints use, in addition to those of `comm.torch_private`; see there."""
+"""Private names of torch that checkpoints use, in addition to the names in `comm.torch_private`."""
 
 from collections.abc import Callable
 from operator import attrgetter

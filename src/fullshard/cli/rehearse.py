@@ -76,7 +76,7 @@ def rehearse(
 
 
 def _run(options: dict[str, Any], program: list[str], variables: dict[str, str], *, prints: bool) -> dict[str, Any]:
-    """Run the script, and return what was measured. The script's exit code becomes that of the command if it fails."""
+    """Run the script, and return the measurements. The script's exit code becomes that of the command if it fails."""
     stage = [sys.executable, "-c", _STAGE, json.dumps(options), *program]
     done = subprocess.run(stage, env={**os.environ, **variables}, stdout=None if prints else 2)
     found = json.loads(file.read_text()) if (file := Path(options["answer"])).is_file() else {"unknown": {}}

@@ -16,7 +16,7 @@ DEVICE_PIECE_NUMEL = 2**24
 
 
 def ranks_at_once(shard_numel: int, ranks: int, *, is_cpu: bool) -> int:
-    """Return of how many ranks intervals are decoded together. One by one, small ones would take longer to start."""
+    """Return how many ranks' intervals to decode together. Small intervals would take longer if decoded separately."""
     return min(ranks, max(1, (2**14 if is_cpu else 2**22) // max(1, shard_numel)))
 
 

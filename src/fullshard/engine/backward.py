@@ -115,7 +115,7 @@ class Backward:
         self.finish()
 
     def prefetch(self, unit: Unit, call: Call) -> None:
-        """Gather the parameters that backward needs after those of `unit`, before it computes `unit`'s gradients."""
+        """Gather parameters that backward needs after `unit`'s, before it computes `unit`'s gradients."""
         if unit.prefetched_in_backward is not None:
             for other in unit.prefetched_in_backward:
                 other.issue_unshard()

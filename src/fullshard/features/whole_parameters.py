@@ -78,6 +78,6 @@ def unsharded(model: nn.Module, *, writeback: bool | None = None, recurse: bool 
 
 
 def _owners(module: nn.Module) -> list[Unit]:
-    """Return the units to which the module's own parameters belong, not counting those of its children."""
+    """Return the units to which the module's own parameters belong, without its children's parameters."""
     held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
     return list(dict.fromkeys(sharded.bucket.owner for sharded in held if sharded is not None))

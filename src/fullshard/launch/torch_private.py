@@ -56,7 +56,7 @@ def grant_restart(agent: LocalElasticAgent) -> None:
 
 
 def allow_no_restart(agent: LocalElasticAgent) -> None:
-    """Forbid any further restart of the workers, whatever limit the user has set. Since torch 2.0."""
+    """Forbid any further restart of the workers, regardless of the user's limit. Since torch 2.0."""
     agent._remaining_restarts = 0
 
 

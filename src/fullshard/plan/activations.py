@@ -219,7 +219,7 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: Device) -> int:
-    """Return the bytes per token that adapters add to those of the frozen layer. PEFT casts the adapters' inputs."""
+    """Return the bytes per token that adapters add to the frozen layer's bytes. PEFT casts the adapters' inputs."""
     own = itemsize(adapters.dtype) if job.precision == "no" else width
     kept = own * adapters.ranks
     if own == width and not adapters.dropout:

@@ -151,7 +151,7 @@ def exchanging_nbytes(block: Block, job: Job) -> int:
 def moved_nbytes(block: Block, job: Job) -> tuple[int, int]:
     """Return the bytes per token that a layer reads and writes to arrange messages, in forward and in backward.
 
-    What is sent is copied in the order of the ranks, and what is received in that of the heads or tokens. A ring merges
+    Sent data is copied in the order of the ranks, and received data in the order of the heads or tokens. A ring merges
     the output of each further block in float32 (a cast, two differences and a product, 32 + 3 b bytes per element), and
     adds the gradients of each block to the sums.
     """

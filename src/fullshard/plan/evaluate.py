@@ -131,8 +131,8 @@ class Plan:
     def host_needed(self) -> int:
         """The bytes of each host's memory that the run needs: in training, with copies of saves, or while loading.
 
-        A background save keeps one copy of the state. Copies in memory also keep the previous one and, on several
-        hosts, those of the previous host.
+        A background save keeps one copy of the state. Copies in memory also keep the previous copy and, on several
+        hosts, the copies of the previous host.
         """
         copies = 0
         if self.cluster.device.can_offload:

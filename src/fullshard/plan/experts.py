@@ -65,7 +65,7 @@ def operations(block: Block, job: Job) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def slowdown(rows: float, inner: float, experts: Experts = "grouped") -> float:
-    """Return the time of the experts' products, with `rows` each, divided by that of one large product."""
+    """Return the time of the experts' products, with `rows` each, divided by the time of one large product."""
     return (1 + _WASTED / rows) * (1 + _START[experts] / inner)
 
 

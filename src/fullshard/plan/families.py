@@ -400,7 +400,7 @@ outer file states it."""
 
 
 def family_of(values: Mapping[str, Any]) -> Any:
-    """Return the `model_type` of a `config.json`, or that of the family whose class it names, as Kimi-K2 does."""
+    """Return the `model_type` of a `config.json`, or of the family whose class it names (as for Kimi-K2)."""
     kind = values.get("model_type")
     if str(kind) in FAMILIES or is_known_to_transformers(str(kind)):
         return kind

@@ -230,7 +230,7 @@ class Job(View):
 
     @property
     def on_host(self) -> Offload:
-        """Return what is offloaded to host memory. On a CPU, nothing is."""
+        """Return the kinds of data that are offloaded to host memory. On a CPU, nothing is."""
         return Offload.of(
             self.offload,
             self.offload_compute_shards,
@@ -278,7 +278,7 @@ class Job(View):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the axes besides those of sharding that have more than one rank, with their sizes."""
+        """Return the axes, except sharding axes, that have more than one rank, with their sizes."""
         return {axis: size for axis in ("tp", "cp", "sp", "ep") if (size := getattr(self, axis)) > 1}
 
     @property

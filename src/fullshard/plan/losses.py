@@ -96,7 +96,7 @@ def recomputed_flops(model: ModelShape, job: Job) -> float:
 
 
 def moved_nbytes(model: ModelShape, job: Job) -> float:
-    """Return the bytes that the loss of one micro-batch reads and writes, without those of matrix products."""
+    """Return the bytes that the loss of one micro-batch reads and writes, not counting matrix products."""
     width = itemsize(job.compute_dtype)
     if job.loss == "kernel":  # it reads twice and writes once
         return 3.0 * width * model.vocab * job.tokens

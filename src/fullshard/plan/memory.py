@@ -291,7 +291,7 @@ class _Ledger:
         return moments + self._for_a_moment({"activations": working})
 
     def _leave_loss(self) -> list[dict[str, int]]:
-        """Return the memory peak of the loss's backward, and reduce the ledger to what is left after it."""
+        """Return the memory peak of the loss's backward, and reduce the ledger to what remains after it."""
         self.now["logits"] = self.logits.loss
         moments = [self.nbytes]
         self.now["logits"] = self.logits.head

@@ -13,7 +13,7 @@ _FEW = 16
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter stacks several matrices, such as experts, in a dim of its own or (DBRX) in rows."""
+    """Return whether a parameter stacks several matrices, such as experts, in a separate dim or (DBRX) in rows."""
     *modules, attribute = name.lower().split(".")
     if len(shape) == 2:
         return "experts" in modules and attribute != "weight" and "bias" not in attribute

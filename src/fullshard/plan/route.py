@@ -34,5 +34,5 @@ class Route(Enum):
 
     @property
     def receives_apart(self) -> bool:
-        """Return whether the intervals that a rank receives to sum them are in buffers of their own."""
+        """Return whether the intervals that a rank receives to sum are in separate buffers."""
         return self is Route.POINT_TO_POINT

@@ -73,7 +73,7 @@ def search(
     The result is empty if no plan does.
 
     The search only proposes plans that this engine can run. For example, it does not combine selective checkpointing
-    with compilation. The number of sequences per optimizer step stays that of `job` if it is divisible by the
+    with compilation. The number of sequences per optimizer step stays as in `job` if it is divisible by the
     micro-batch size.
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:

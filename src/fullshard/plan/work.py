@@ -190,7 +190,7 @@ def masked_flops(model: ModelShape, job: Job) -> float:
 
 
 def backward_factor(unit: UnitShape) -> float:
-    """Return how many times as much the matrix products of backward cost as those of forward.
+    """Return the cost of backward's matrix products, divided by the cost of forward's.
 
     The gradients of inputs cost as much as forward. The gradients of weights cost the same again if all weights are
     trained, or have adapters that need these gradients.

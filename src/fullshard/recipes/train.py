@@ -179,7 +179,7 @@ class Run:
         self.hosts = ", ".join(sorted(set(all_gather_object(socket.gethostname()))))
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Create the optimizer, with weight decay only for matrices. `ndim` is that of the unsharded parameter."""
+        """Create the optimizer, with weight decay only for matrices. `ndim` is taken from the unsharded parameter."""
         lr, decay = self.arguments.lr, self.arguments.weight_decay
         if self.arguments.optimizer == "muon":
             return muon(self.model, self.say, lr=lr, weight_decay=decay, adamw_betas=_ADAM_BETAS)

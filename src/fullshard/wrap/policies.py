@@ -59,7 +59,7 @@ class ByClass:
 
 @dataclass(frozen=True, slots=True)
 class BySize:
-    """Select the smallest modules with at least `min_numel` parameters, not counting those of smaller units inside."""
+    """Select the smallest modules with at least `min_numel` parameters. Smaller units inside do not count."""
 
     min_numel: int
 

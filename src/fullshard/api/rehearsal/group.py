@@ -1,8 +1,8 @@
 """A process group of many ranks in a single process. The other ranks do not exist.
 
 Every other rank counts as a copy of this one: an all-gather fills each part with this rank's, and a sum is this rank's
-value times the number of ranks. What only another rank knows (a broadcast from it, for example) stays as it is in
-memory. Such messages are counted by name.
+value times the number of ranks. Values that only another rank knows (for example in a broadcast from it) stay
+unchanged in memory. Such messages are counted by name.
 """
 # ruff: noqa: D102 - the methods of a group are those of `torch.distributed`
 

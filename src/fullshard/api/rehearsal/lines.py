@@ -148,7 +148,7 @@ class HostWork(_RunningWork):
 
 
 class HostLine:
-    """A line for tensors in host memory. The computation goes on while a message is under way."""
+    """A line for tensors in host memory. The computation continues while a message is in flight."""
 
     def __init__(self, links: Links) -> None:
         self._links, self._free_at = links, 0.0
@@ -189,7 +189,7 @@ class StreamWork(_RunningWork):
 
 
 class StreamLine:
-    """A line for tensors of a device. As with NCCL, its messages run on a stream of their own unless they are awaited.
+    """A line for tensors of a device. As with NCCL, messages run on a separate stream unless they are awaited.
 
     The device itself waits until the time of a message is over, while the host continues. `current` returns the current
     stream and `make` a new one. `occupy` keeps the current stream busy for a message, and fills its results.

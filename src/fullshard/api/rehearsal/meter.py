@@ -146,7 +146,7 @@ class Meter:
             sys.exit(0)  # the script's handlers and `finally` blocks run
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find out what the script trains, and with whose engine."""
+        """Find out what the script trains, and with which engine."""
         try:
             self._job = read_job(optimizer)
         except ConfigError as error:
@@ -185,7 +185,7 @@ class Meter:
         }
 
     def answer(self) -> dict[str, Any]:
-        """Return what was measured, as values for JSON. Times are None if too few steps have ended."""
+        """Return the measurements, as values for JSON. Times are None if too few steps have ended."""
         self._turn(FORWARD)
         pairs = itertools.pairwise(self._ends[WARM_UP - 1 :])
         spans = [(seconds_between(before, end), is_free) for (before, _), (end, is_free) in pairs]

@@ -1,4 +1,4 @@
-"""The plan of the model that a rehearsed script trains, to be read beside what is measured."""
+"""The plan for the model of a rehearsed script, to compare with the measurements."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _MODES: dict[Any, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.f
 
 
 def engine_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return whose `fully_shard` has sharded what an optimizer trains: `fullshard`, `torch`, or None for nobody's."""
+    """Return which engine has sharded an optimizer's parameters: `fullshard`, `torch`, or None."""
     if sharded_parameters(optimizer):
         return "fullshard"
     return "torch" if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]) else None

@@ -72,7 +72,7 @@ def _timed() -> dict[Replaced, Callable[..., Any]]:
 
 
 def _time(kind: str, place: Replaced, is_all: bool) -> Callable[..., Any]:
-    """Wrap a function that saves, so that its time and what the process writes meanwhile are added to `done`."""
+    """Wrap a function that saves. Add its time, and the bytes that the process writes during it, to `done`."""
 
     @functools.wraps(place.torchs)
     def run(*given: Any, **named: Any) -> Any:

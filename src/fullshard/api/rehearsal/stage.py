@@ -1,7 +1,7 @@
 """Prepares a process so that a script runs in it as one rank of many, then runs and measures the script.
 
 `fullshard rehearse` calls `main` in a new process, whose arguments are OPTIONS script PATH ARGUMENTS...
-`OPTIONS` are those of `fullshard rehearse` as JSON, and the file for its answer. The rest is as for `launch/bootstrap`.
+`OPTIONS` are the options of `fullshard rehearse` as JSON, and its output file. The rest is as for `launch/bootstrap`.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from fullshard.plan.hardware import find_device, parse_cluster
 
 
 def main() -> None:
-    """Run the script that the command line names, and write what was measured if it succeeds."""
+    """Run the script that the command line names, and write the measurements if it succeeds."""
     options = json.loads(sys.argv.pop(1))
     cluster = of_links = parse_cluster(options["devices"])
     if options["links"] not in (None, "free"):
@@ -85,7 +85,7 @@ def _variables(rank: int, count: int, per_host: int, port: int) -> dict[str, str
 
 
 def replacements() -> dict[Replaced, Any]:
-    """Return what replaces functions of torch, so that each group is rehearsed whatever its backend."""
+    """Return replacements for torch's functions, so that groups with any backend are rehearsed."""
     groups = torch_private.groups_made
 
     def make_group(size: int, rank: int, ranks: Any, asked: str, *given: Any, **named: Any) -> Any:

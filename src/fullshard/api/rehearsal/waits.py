@@ -24,7 +24,7 @@ POLLS, POLL_SECONDS, FLAG = 100, 5.0, 16
 
 
 def replacements() -> dict[Replaced, Callable[..., Any]]:
-    """Return what replaces functions of torch that could wait for ever."""
+    """Return replacements for torch's functions that could wait forever."""
     get, multi_get, wait, check, add = (
         Replaced.of(dist.Store, n) for n in ("get", "multi_get", "wait", "check", "add")
     )
@@ -71,10 +71,10 @@ def replacements() -> dict[Replaced, Callable[..., Any]]:
 
 
 def note(what: str) -> None:
-    """Note that the main thread has asked for a value that only another rank would change.
+    """Record that the main thread has asked for a value that only another rank can change.
 
     Raises:
-        CommunicationError: it has asked too often, with no other message meanwhile.
+        CommunicationError: it has asked too often without another message in between.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -58,7 +58,7 @@ def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: A
 
 
 def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
-    """Return the FLOP of an operation. Of a grouped product, return those of a single product that takes as long."""
+    """Return the FLOP of an operation, or for a grouped product, of a single product that takes the same time."""
     kind = operation.overloadpacket
     if kind is torch_private.grouped_matmul:  # each row with one expert's weights; or the gradient of those
         rows, inner = map(int, given[0].shape[-2:])

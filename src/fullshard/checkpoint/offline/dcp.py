@@ -59,7 +59,7 @@ _Path = tuple[str | int, ...]
 def open_dcp(
     title: str, path: Path, directories: Sequence[Path], *, optimizer: bool = True, notes: Sequence[str] = ()
 ) -> Source:
-    """Open the DCP directory of a model, and that of its optimizer if there is one, as a source."""
+    """Open the DCP directory of a model, and its optimizer's directory if there is one, as a source."""
     model, state, others = _split([stored for directory in directories for stored in read_metadata(directory)])
     tensors: dict[tuple[Kind, str], StoredObject] = {("model", n): stored for n, stored in model.items()}
     parameters = {name: tensor_record(stored.shape, str(stored.dtype), where=name) for name, stored in model.items()}

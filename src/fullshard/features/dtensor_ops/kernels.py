@@ -99,7 +99,7 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Increment the version counters of changed local tensors. Torch increments only those of the wrappers."""
+    """Increment the version counters of changed local tensors. Torch increments only the wrappers' counters."""
     locals_ = [tensor.local for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
     if locals_:
         torch.autograd.graph.increment_version(locals_)
@@ -240,7 +240,7 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
 
 
 def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Draw the numbers for the complete tensor, as a single process would, and keep those of this rank's interval."""
+    """Draw the numbers for the complete tensor, as a single process would, and keep this rank's interval."""
     tensor = args[0]
     is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
     if not isinstance(tensor, ShardedTensor):

@@ -268,7 +268,7 @@ class _Replicate(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """Implements `to_local`. Torch's own function would derive wrong strides from those of the interval."""
+    """Implements `to_local`. Torch's own function would derive wrong strides from the strides of the interval."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:

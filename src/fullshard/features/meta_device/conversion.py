@@ -1,7 +1,7 @@
 """Apply `model.to(...)`, `.half()`, `.to_empty(...)` and similar calls to sharded parameters.
 
-Torch implements each of these calls as a function that is applied to every tensor. The engine applies the function to
-an empty tensor to find out what it does. If the dtype changes, the unit is cast. If a unit on the meta device moves to
+Torch implements each of these calls as a function that is applied to every tensor. The engine applies the function
+to an empty tensor to find out its effect. If the dtype changes, the unit is cast. If a unit on the meta device moves to
 its own device, it is made real. An extension can move a unit to the host and back (`Extension.moves`). Any other
 move is an error.
 """

@@ -87,7 +87,7 @@ class Parking(Extension):
         self._keeps_weights = False
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over what is parked of a model that is now part of this one."""
+        """Take over the parked storages of a model that is now part of this model."""
         assert isinstance(earlier, Parking)  # noqa: S101 -- for the type checker
         self.units.update(earlier.units)
         self.others += earlier.others
@@ -173,7 +173,7 @@ def park(model: nn.Module, optimizer: Optimizers = None, *, keep: Literal["weigh
 
     The memory goes back to the driver, so that another program or an inference engine can use it. Training continues
     after `unpark` bit for bit as without parking, also in the middle of a gradient accumulation. Call both on every
-    rank. Neither communicates. If the model is already parked, what is still on the device is parked as well.
+    rank. Neither communicates. If the model is already parked, tensors that are still on the device are parked as well.
 
     While the model is parked, its parameters, gradients and optimizer state are on the host, and a checkpoint can be
     saved. On a CPU no memory moves, and the errors are the same.
@@ -241,7 +241,7 @@ def _memory_of(bucket: Bucket, *, keeps_weights: bool) -> Iterator[torch.Tensor]
 
 
 def _leave(tensors: Iterable[object], device: torch.device) -> list[_Parked]:
-    """Move the storages of those tensors that are on `device` to the host. Skip what is not a tensor."""
+    """Move the storages of those tensors that are on `device` to the host. Skip values that are not tensors."""
     if device.type == "cpu" and OFFLOAD.read() != "rehearse":
         return []
     host, together = host_of(device, pins=True, overlaps=False), dict[int, list[torch.Tensor]]()

@@ -26,7 +26,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host: Host, way: EventKind) -> None:
-    """Copy optimizer state that is updated on the device but kept on the host to the device or back (`way`)."""
+    """Copy optimizer state to the device or back (`way`). It is updated on the device, but kept on the host."""
     visiting = {bucket for bucket in buckets if bucket.plan.state_visits_device}
     if not visiting:
         return

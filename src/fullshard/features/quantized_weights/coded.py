@@ -17,7 +17,7 @@ class CodedInterval(CodedPart):
     """A read-only tensor of values that are stored as codes. Copying the same values into it does nothing."""
 
     def __new__(cls, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> Any:
-        """Create the tensor without memory of its own, with the shape and dtype of `like`."""
+        """Create the tensor without any memory, with the shape and dtype of `like`."""
         return torch_private.wrapper(cls, like, next(iter(parts.values())).device)
 
     def __init__(self, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> None:

@@ -92,7 +92,7 @@ class TrainerAccelerator(Accelerator):
         """Return the `ParallelismConfig` if it divides sequences, otherwise None.
 
         It has no tensor parallelism, because TRL would divide by its size what `gather_for_metrics` has counted once.
-        Its `sp_backend` is `fullshard`, because Trainer has a loop of its own for DeepSpeed's engine.
+        Its `sp_backend` is `fullshard`, because Trainer has a separate loop for DeepSpeed's engine.
         """
         if self._ranks_per_sequence == 1:
             return None

@@ -231,7 +231,7 @@ class ShardedTraining:
         return int(tiles * (self.accelerator._ranks_per_sequence if is_shared else 1))
 
     def get_cp_size(self: Any) -> int:
-        """Return the number of ranks that compute on parts of one batch, also those of sequence parallelism."""
+        """Return the number of ranks that compute on parts of one batch, also with sequence parallelism."""
         return int(self.accelerator._ranks_per_batch // self.get_tp_size())
 
     def get_sp_size(self: Any) -> int:
