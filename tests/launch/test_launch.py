@@ -272,9 +272,10 @@ def test_the_default_file_of_accelerate_is_named(tmp_path: Path) -> None:
     done = launch("--cpu", "--dry_run", "train.py", cwd=tmp_path, HF_HOME=str(tmp_path))
     assert f"using {path}, which `accelerate config` wrote" in done.stderr
     assert "starting 3 processes" in done.stdout
-    without = launch("--config_file=none", "--cpu", "--dry_run", "train.py", cwd=tmp_path, HF_HOME=str(tmp_path))
+    flags = ["--config_file=none", "--cpu", "--mixed_precision", "bf16", "--param_dtype", "float32"]
+    without = launch(*flags, "--dry_run", "train.py", cwd=tmp_path, HF_HOME=str(tmp_path))
     assert "default" not in without.stderr
-    assert "precision no" in without.stdout
+    assert "precision bf16 (param_dtype float32)" in without.stdout
 
 
 @pytest.mark.full

@@ -66,10 +66,12 @@ class LaunchPlan:
         backend = f"{self.device} ({_BACKENDS.get(self.device, self.device)})"
         replicas, shards = self.mesh()
         strategy = self.resolved.config.sharding.resolved_strategy().name
+        precision = self.resolved.config.precision
+        computing = f" (param_dtype {precision.param_dtype})" if precision.param_dtype else ""
         return (
             f"starting {self.world_size} process{'es' if self.world_size > 1 else ''} on {where}, {backend}, "
             f"{strategy}: {replicas} replica{'s' if replicas > 1 else ''} x {shards} shard{'s' if shards > 1 else ''}, "
-            f"precision {self.resolved.config.precision.mode}"
+            f"precision {precision.mode}{computing}"
         )
 
 
