@@ -247,7 +247,7 @@ def _state_dict(source: Any) -> Any:
 
 
 def _whole(tensor: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
-    """Replace a sharded tensor by the full one on the host, or an empty one unless `is_kept`. A collective."""
+    """Return a sharded tensor in full on the host, or an empty one unless `is_kept`. All ranks must call this."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     whole = tensor.full_tensor()

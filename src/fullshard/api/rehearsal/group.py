@@ -282,7 +282,7 @@ def _copy(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Se
 
 
 def repeat(outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
-    """Fill each output with the elements of `given`, over and over if it has more of them."""
+    """Fill each output with the elements of `given`, repeated if the output is longer."""
     for output in (output.data for output in outputs):
         if output.numel() and given.numel():
             for part in output.view(-1).split(given.numel()):  # without memory of its own

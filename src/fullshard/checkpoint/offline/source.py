@@ -191,7 +191,7 @@ def plain_name(name: str) -> str:
 
 
 def plain_names(named: Mapping[str, T]) -> dict[str, T]:
-    """Return the values under names without what wrappers add, such as DDP's `module.` in front of all names."""
+    """Return the values under names without the prefixes that wrappers add, such as DDP's `module.`."""
     plain = {plain_name(name): value for name, value in named.items()}
     if plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}

@@ -186,7 +186,7 @@ def show_in(views: Iterable[tuple[torch.Tensor, StorageView]], storage: torch.Un
 
 
 def put(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Make `tensor` hold `data`, which may be on another device. Return what to put to undo this."""
+    """Make `tensor` hold `data`, which may be on another device. Return the data to put to undo this."""
     if torch_private.may_hold(tensor, data):
         before, tensor.data = tensor.data, data
         return before

@@ -46,7 +46,7 @@ Optimizers = HasState | Sequence[HasState] | None
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """A storage without memory, its copy on the host, and the views of the copy, each with what it held before."""
+    """A storage without memory, its copy on the host, and the views of the copy, each with its previous contents."""
 
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage
