@@ -215,6 +215,17 @@ def test_one_memory_for_host_and_device() -> None:
         parse_cluster("2xM4 Max")
 
 
+def test_a_recipe_is_planned_again_as_it_was(tmp_path: Path) -> None:
+    """Its own settings count, and its sections for other commands are named as unread."""
+    words = ["-m", "Qwen3-8B", "-d", "2xRTX4090", "--method", "qlora", "--loss", "fused", "--checkpointing", "full"]
+    written = run(*words, "--write", str(tmp_path / "my.yaml"), "--json")
+    assert "Qwen3-8B is the planner's name: replace it" in (tmp_path / "my.yaml").read_text()
+    again = run("-m", "Qwen3-8B", "-d", "RTX4090", "--config", str(tmp_path / "my.yaml"), "--json")
+    first, second = (json.loads(done.stdout) for done in (written, again))
+    assert (second["job"], second["memory"]) == (first["job"], first["memory"])
+    assert any("its sections sft and train are not read" in note for note in second["notes"])
+
+
 @pytest.mark.parametrize("words", [("-d", "1 x A100-80"), ("-d", "A100-80", "--hosts", "1")])
 def test_more_devices_are_a_command(words: tuple[str, ...]) -> None:
     done = run("-m", "Llama-2-7B", *words, "--no-forward-prefetch", "--seq-len", "4k")

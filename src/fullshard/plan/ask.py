@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.dialect import Reading, shown
-from fullshard.config.load import load_file
+from fullshard.config.document import read_document
+from fullshard.config.load import load_file, recipe_arguments
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
@@ -124,9 +125,12 @@ def _question(
         return Job.of(given), parse_cluster(devices, hosts, host_memory), []
 
     resolved = resolve([reading := load_file(config)])
-    batch = _micro_batch_of(reading)
+    batch, recipe = _micro_batch_of(reading), recipe_arguments(read_document(config), "plan")
+    given |= {e.key: e.plain for e in recipe or () if e.key in Job.model_fields and e.key not in given}
     job = Job.from_run(resolved.config, **({} if batch is None else {"micro_batch": batch}) | given)
     notes = [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH] + _unplanned(resolved)
+    if recipe is not None:
+        notes.append(f"{config} is planned as its section plan says; its sections sft and train are not read")
     if "precision" not in given and "precision.mode" not in resolved.settings:
         notes.append(f"{config} does not set the precision: planned in {job.compute_dtype}, as the model is stored")
     processes = resolved.config.launch.num_processes

@@ -54,7 +54,7 @@ def as_recipe(plan: Plan, model: str, devices: str, file: str, kept: Mapping[str
     )
 
 
-def _head(plan: Plan, file: str, sections: Mapping[str, object]) -> list[str]:
+def _head(plan: Plan, file: str, sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
     gib = f"{plan.memory.needed / GIB:.1f} of {plan.cluster.device.memory / GIB:.1f} GiB"
     said = (
         f"{plan.model.name}, {plan.job.method} training on {plan.cluster}: {gib} per device, "
@@ -67,6 +67,8 @@ def _head(plan: Plan, file: str, sections: Mapping[str, object]) -> list[str]:
         "plan": f"fullshard launch --config_file {file} SCRIPT.py",
     }
     lines = [*filled(said).splitlines(), *(f"  {command}" for name, command in commands.items() if name in sections)]
+    if "/" not in (model := str(sections["plan"]["model"])) and len(sections) > 1:
+        lines += [f"{model} is the planner's name: replace it by a directory, or by OWNER/NAME on the hub"]
     return [f"# {line}" for line in lines]
 
 

@@ -91,7 +91,8 @@ def _rest_table(plan: Plan) -> Table:
             f"{format_nbytes(traffic.to_device_nbytes)} to the device, {format_nbytes(traffic.to_host_nbytes)} back "
             f"({plan.job.on_host} on the host)"
         )
-    rows["disk, each checkpoint"] = format_nbytes(memory.checkpoint)
+    others = "" if plan.job.method == "full" else " with the frozen weights, which Trainer and sft leave out"
+    rows["disk, each checkpoint"] = format_nbytes(memory.checkpoint) + others
     table = Table("per optimizer step", "", show_header=False)
     for row in rows.items():
         table.add_row(*row)
