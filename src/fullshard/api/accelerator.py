@@ -467,10 +467,7 @@ class Accelerator(Loaders, Reporting):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Enable autocast in the block, for computations outside prepared models.
-
-        Do nothing unless the mode is bf16, fp16 or fp8.
-        """
+        """Enable autocast for computations outside prepared models, if the mode is bf16, fp16 or fp8."""
         options = autocast_handler or self.autocast_handler
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(self.mixed_precision)
         if dtype is None:

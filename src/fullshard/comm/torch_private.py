@@ -149,10 +149,7 @@ def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """Return a mesh with all its axes flattened into one, and register the result under a name in the root mesh.
-
-    All ranks must call this. Since torch 2.4.
-    """
+    """Return a mesh flattened into one axis, registered under a name in the root mesh. Collective. Since torch 2.4."""
     return mesh._flatten(name)
 
 

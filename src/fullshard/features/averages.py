@@ -134,10 +134,7 @@ class EMA:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict with the number of updates, and with the averages keyed by parameter name.
-
-        torch.distributed.checkpoint can save it.
-        """
+        """Return a state dict for DCP with the number of updates, and the averages keyed by parameter name."""
         self._check_model()
         averages = {
             name: ShardedTensor(average, parameter.spec) if isinstance(parameter, ShardedParameter) else average
@@ -172,10 +169,7 @@ class EMA:
 
     @property
     def by_parameter(self) -> dict[int, torch.Tensor]:
-        """Return this rank's part of each average, keyed by the id of its parameter.
-
-        The part has shape (n,) if the parameter is sharded.
-        """
+        """Return this rank's part of each average, of shape (n,) if sharded, keyed by the id of its parameter."""
         self._check_model()
         return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
 

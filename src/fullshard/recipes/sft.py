@@ -195,10 +195,7 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
 
 
 def load_data(arguments: SFTArguments, *, has_template: bool = True) -> tuple[Any, Any]:
-    """Load the training data and the evaluation data (None if there is none), with only the columns to train on.
-
-    `has_template` says whether the tokenizer has a chat template.
-    """
+    """Load the training data and the evaluation data, or None, with only the columns to train on."""
     script, training, path = arguments.script, arguments.training, Path(arguments.script.dataset_name)
     files = {"data_files": str(path)} if path.is_file() else {}
     try:

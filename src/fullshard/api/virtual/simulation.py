@@ -64,10 +64,7 @@ class Simulation:
 
     @property
     def differences(self) -> list[str]:
-        """Return descriptions of all differences between the engine and the planner.
-
-        The list is empty if there are none.
-        """
+        """Return a list that describes all differences between the engine and the planner."""
         ran, planned = (
             dict.fromkeys(e.unit for e in es if e.kind is EventKind.FORWARD_BEGIN)
             for es in (self.events, self.predicted)
@@ -112,10 +109,7 @@ class NoWeights:
 
 
 def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0) -> Simulation:
-    """Shard a model without data for `world_size` ranks, and run two steps as one of them.
-
-    `build` creates the model.
-    """
+    """Shard the model that `build` creates, without data, for `world_size` ranks. Run two steps as one of them."""
     check_rank(rank, world_size)
     if job.method == "qlora":
         raise ConfigError(
@@ -245,10 +239,7 @@ def _second_step(
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
-    """Return a function that builds the model that a `config.json` describes.
-
-    The model is a causal language model or an encoder-decoder model.
-    """
+    """Return a function that builds the causal or encoder-decoder model that a `config.json` describes."""
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = family_of(values)
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:

@@ -157,10 +157,7 @@ class TorchMethods(FSDPModule):
         require_unit(self).prefetched_in_forward = [require_unit(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Set the units to unshard while this unit runs backward.
-
-        The default is the unit before this one in recorded order.
-        """
+        """Set the units to unshard while this unit runs backward. By default, this is the unit recorded before it."""
         require_unit(self).prefetched_in_backward = [require_unit(module) for module in modules]
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
