@@ -32,7 +32,7 @@ USERS_OF_FULLY_SHARD = ("torch.distributed._composable.replicate_with_fsdp",)
 
 
 def worker_context(agent: LocalElasticAgent) -> Any:
-    """Return the context of the workers' processes, or None before the first start. `close` gives them 30 seconds."""
+    """Return the context of the workers' processes, or None before a start. Closing takes 30 s. Since torch 2.0."""
     return agent._pcontext
 
 
