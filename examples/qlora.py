@@ -20,6 +20,7 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--output", default="out/qlora")
 args = parser.parse_args()
 
+# The adapter names its base model. This one is deleted at the end; yours stays, so that the adapter can be loaded.
 name = small.model()  # yours: "Qwen/Qwen3-0.6B", or a directory
 quantization = BitsAndBytesConfig(
     load_in_4bit=True,

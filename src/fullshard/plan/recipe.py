@@ -59,7 +59,7 @@ def _head(plan: Plan, file: str, sections: Mapping[str, Mapping[str, Any]]) -> l
     said = (
         f"{plan.model.name}, {plan.job.method} training on {plan.cluster}: {gib} per device, "
         f"{plan.time.tokens_per_second:,.0f} tokens/s, by fullshard's planner. "
-        f"Your script must use {for_the_script(plan.job)}."
+        f"Your script must use {for_the_script(plan.job)}{', as fullshard sft does' if 'sft' in sections else ''}."
     )
     commands = {
         "sft": f"fullshard sft {file} --dataset_name YOUR_DATA",
