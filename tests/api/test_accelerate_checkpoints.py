@@ -136,3 +136,21 @@ def test_a_model_that_takes_no_state_dict_saves_whole_weights(tmp_path: Path, wo
     assert saved.keys() == of_all | ({"alone"} if has_all else set())
     for each in saved.values():
         assert all(torch.equal(each[name], weights[name]) for name in weights)
+
+
+def test_load_state_reads_what_an_import_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An import has neither schedules nor positions of loaders: a line says that they stay as they are."""
+    accelerator, model, optimizer = build(1, "SHARDED_STATE_DICT")
+    checkpoint.save_checkpoint(tmp_path / "import", model=model, optimizer=optimizer.optimizer)
+    weights, moments = checkpoint.full_state_dict(model), _moments(optimizer)
+    accelerator, model, optimizer = build(2, "SHARDED_STATE_DICT")
+    loader = torch.utils.data.DataLoader(list(range(6)), batch_size=2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+    loader, schedule = accelerator.prepare(loader, schedule)
+    accelerator.load_state(tmp_path / "import")
+    assert "was not saved by save_state: schedulers, data loaders and random states keep" in capsys.readouterr().err
+    assert all(torch.equal(value, weights[name]) for name, value in checkpoint.full_state_dict(model).items())
+    assert all(map(torch.equal, _moments(optimizer), moments))
+    accelerator.save_state(tmp_path / "own")
+    accelerator.load_state(tmp_path / "own")
+    assert "was not saved" not in capsys.readouterr().err

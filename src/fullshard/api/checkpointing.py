@@ -196,7 +196,7 @@ class Checkpointing(Facts):
         path = run_on_main(self.process.environment, lambda: saving.existing_path(config, input_dir))
         if self._load_hooks:
             saving.call_hooks(self._load_hooks.values(), [], str(path))
-        self.step = saving.load(path, self._training_state())
+        self.step = saving.load(path, self._training_state(), self._say)
         if config.automatic_checkpoint_naming:
             config.iteration = saving.number_after(path, config)
 

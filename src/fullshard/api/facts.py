@@ -1,6 +1,7 @@
 """The read-only properties of an Accelerator, under Accelerate's names."""
 
 import functools
+import sys
 from operator import methodcaller
 from typing import Any
 
@@ -144,6 +145,10 @@ class Facts(Gathering):
     sync_gradients: bool = forwarded("gradient_state.sync_gradients", may_set=True)
     """True if the current micro-batch ends a step."""
     verify_device_map = Theirs.verify_device_map
+
+    def _say(self, message: str) -> None:
+        if self.is_main_process:
+            print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
 
     def _shard_size(self) -> int:
         """Return the number of ranks that together hold one replica of a model, or one part that is split from it."""

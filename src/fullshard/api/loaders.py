@@ -1,7 +1,6 @@
 """The Accelerator's methods that divide data loaders over the ranks and control the iteration over them."""
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast
@@ -131,10 +130,6 @@ class Loaders(Checkpointing):
         """Return a loader without its first batches. See `data.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
-    def _say(self, message: str) -> None:
-        if self.is_main_process:
-            print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
-
     def _say_once(self, message: str) -> None:
         if message not in self._said:
             self._said |= {message}
@@ -145,7 +140,7 @@ class Loaders(Checkpointing):
         if not self.dataloader_config.use_seedable_sampler and hasattr(sampler_of(loader), "generator"):
             self._say_once(
                 "use_seedable_sampler=False has no effect: the order of samples depends only on the seed and the "
-                "epoch, not on earlier random numbers"
+                "epoch; Accelerate gives the same order with use_seedable_sampler=True"
             )
 
     def _note_uneven(self) -> None:

@@ -258,8 +258,8 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
     ranks.on_rank_0(f"writing {path / _HOOKS}", note)
 
 
-def load(path: Location, state: TrainingState) -> int:
-    """Load everything that `save` wrote, and return the saved step. All ranks must call this."""
+def load(path: Location, state: TrainingState, say: Callable[[str], None]) -> int:
+    """Load what `save` wrote, or what an import could write, and return the saved step. All ranks must call this."""
     parts = state.parts()
     saved = len(part_paths(path))
     if max(saved, 1) != len(parts):
@@ -270,8 +270,11 @@ def load(path: Location, state: TrainingState) -> int:
     for number in range(saved):  # check all of them before loading changes anything
         prove_checkpoint(path / part_name(number))
     places = [path / part_name(number) for number in range(saved)] or [path]
+    if "extra" not in (states := read_manifest(places[0]).states):  # converted from another program's checkpoint
+        say(f"{path} was not saved by save_state: schedulers, data loaders and random states keep their present state")
+        parts = [part | {"scheduler": None, "scaler": None, "objects": ()} for part in parts]
     extra, *_ = [load_checkpoint(place, **part) for place, part in zip(places, parts, strict=True)]
-    return set_extra(extra, state, where=path)
+    return set_extra(extra, state, where=path) if "extra" in states else 0
 
 
 def only_part(state: TrainingState) -> LoadArguments:
