@@ -6,6 +6,7 @@ pytest tests/api/test_accelerate_schedules.py
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+from fullshard import Accelerator
 from tests.distributed import preload, run_ranks
 
 preload("accelerate")
@@ -91,3 +93,23 @@ def test_a_schedule_may_step_once_per_optimizer_step() -> None:
     for world_size, steps in ((2, 8), (1, 14)):  # of 14
         for rates in run_ranks(_once, world_size):
             assert rates == pytest.approx([1 - step / 14 for step in range(1, steps + 1)])
+
+
+def _resumed(directory: str, is_saved: bool) -> str:
+    """Save on some ranks or load on others, and return what is printed."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1))
+    said: list[str] = []
+    vars(accelerator)["_say"] = said.append
+    (accelerator.save_state if is_saved else accelerator.load_state)(directory)
+    return "\n".join(said)
+
+
+def test_another_number_of_ranks_is_another_schedule(tmp_path: Path) -> None:
+    """As in Accelerate, which does not say so."""
+    assert run_ranks(_resumed, 2, str(tmp_path / "saved"), True) == ["", ""]
+    assert run_ranks(_resumed, 2, str(tmp_path / "saved"), False) == ["", ""]
+    [said] = run_ranks(_resumed, 1, str(tmp_path / "saved"), False)
+    assert said.startswith("schedulers take [1] steps per optimizer step, but took [2] before")

@@ -300,6 +300,7 @@ class Checkpointing(Facts):
             models=self._models,
             optimizers=[optimizer.optimizer for optimizer in self._optimizers],
             schedulers=[scheduler.scheduler for scheduler in self._schedulers],
+            schedule_steps=[scheduler.steps for scheduler in self._schedulers],
             scaler=self.scaler,
             loaders=self._dataloaders,
             objects=self._custom_objects,

@@ -67,6 +67,7 @@ class TrainingState:
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[Any]
+    schedule_steps: list[int]  # of each scheduler, per optimizer step
     scaler: Any
     loaders: Sequence[ShardedDataLoader]
     objects: Sequence[Any]
@@ -114,7 +115,8 @@ class TrainingState:
     def extra(self) -> dict[str, Any]:
         """Return the values that are not separate objects: the step, loader positions and the configuration."""
         loaders = [loader.state_dict() for loader in self.loaders]
-        return {"step": self.step, "loaders": loaders, "config": dict(self.config)}
+        steps = {"step": self.step, "schedule_steps": self.schedule_steps}
+        return {**steps, "loaders": loaders, "config": dict(self.config)}
 
 
 def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | None) -> tuple[Location, bool]:
@@ -274,6 +276,9 @@ def load(path: Location, state: TrainingState, say: Callable[[str], None]) -> in
         say(f"{path} was not saved by save_state: schedulers, data loaders and random states keep their present state")
         parts = [part | {"scheduler": None, "scaler": None, "objects": ()} for part in parts]
     extra, *_ = [load_checkpoint(place, **part) for place, part in zip(places, parts, strict=True)]
+    if (steps := extra.get("schedule_steps", state.schedule_steps)) != state.schedule_steps:
+        what = f"schedulers take {state.schedule_steps} steps per optimizer step, but took {steps} before {path}"
+        say(f"{what}; with step_scheduler_once=True, a schedule is the same at any number of ranks")
     return set_extra(extra, state, where=path) if "extra" in states else 0
 
 
