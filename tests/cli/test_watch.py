@@ -6,6 +6,7 @@ pytest tests/cli/test_watch.py
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -57,6 +58,16 @@ def test_a_run_that_trains(run: Path) -> None:
     assert shown["last checkpoint"].startswith("here/step-20, 20")
     assert shown["hosts"] == "one, three, two"
     assert shown["last trouble"].startswith("slow at 20") and shown["last trouble"].endswith("rank 1 is slow")
+
+
+def test_a_killed_rank_is_named(run: Path) -> None:
+    journal = Journal(run / "events.jsonl", rank=0)
+    journal.note(Happening.FAILURE, rank=1, how="SIGKILL")
+    journal.note(Happening.RESTART, number=1, of=3)
+    journal.note(Happening.START, world_size=2, attempt=1)
+    _, text = watched(run, "--once")
+    assert re.search(r"^last trouble    failure of rank 1 at 20\S+Z: SIGKILL$", text, re.MULTILINE), text
+    assert re.search(r"^restarts +1$", text, re.MULTILINE), text
 
 
 @pytest.mark.parametrize(

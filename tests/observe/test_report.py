@@ -105,7 +105,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert "first: done, 20 steps" in page.texts
     assert "second: failed after step 9: ValueError: <script>alert(1)</script>" in page.texts
     for expected in (
-        "3.0500, mean of the last tenth",
+        "3.0500, mean of the last 2 of 20 logged steps",
         "2.00 GiB",
         "0.002 (given)",
     ):
@@ -195,6 +195,22 @@ def test_the_memory_is_one_story(environment: dict[str, Any], said: str, tmp_pat
     full = limit or (planned or 0) + environment.get("reserve_nbytes", 0)
     shown = [1.5 * GIB] if planned is None else [1.5 * GIB, planned]
     assert bars == ([100 * nbytes / full for nbytes in shown] if full else [])
+
+
+def test_after_a_resume_the_memory_is_that_of_the_last_attempt(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", events=DONE)
+    more = [STEP | {"step": step, "memory_nbytes": [3 * GIB // 2]} for step in (21, 22)]
+    environment = CPU | {"ranks": 1, "limit_nbytes": 4 * GIB, "resumed_after": 20}
+    (run / "environment.json").write_text(json.dumps(environment))
+    write_report([run], run / "report.html")
+    text = " ".join(" ".join(Page((run / "report.html").read_text()).texts).split())
+    assert "The measured peak is unknown: the last attempt did not record it" in text
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(lines(*more))
+    write_report([run], run / "report.html")
+    text = " ".join(" ".join(Page((run / "report.html").read_text()).texts).split())
+    assert "planned 2.00 GiB, measured 1.50 GiB of 4.00 GiB. All values describe the last attempt, which" in text
+    assert "began after step 20. Both include" in text and "ranks 1 (2 until step 20)" in text
 
 
 def test_memory_that_was_not_measured_is_unknown(tmp_path: Path) -> None:

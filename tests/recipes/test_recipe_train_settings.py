@@ -278,6 +278,7 @@ def test_a_run_says_its_plan_and_writes_down_where_it_runs(
     tensors = environment["planned_nbytes"] - environment["before_model_nbytes"]
     assert f"plan: the run needs {format_nbytes(tensors)} per rank\n" in text
     assert tensors < environment["planned_nbytes"] < environment["limit_nbytes"] and not environment["reserve_nbytes"]
+    assert environment["resumed_after"] == 0
 
 
 TRACKED = {

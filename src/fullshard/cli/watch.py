@@ -69,14 +69,17 @@ def _rows(run: RunRecord) -> dict[str, str]:
     rows |= {name: f"{losses[-1]:.4f}" for name, losses in named.items() if losses}
     if speeds := run.series("tokens_per_second")[1]:
         rows["tokens/s"] = f"{speeds[-1]:,.0f}"
-    if memory := run.series("memory_nbytes")[1]:
+    if memory := run.series("memory_nbytes", run.recorded.resumed_after)[1]:
         ranks = run.environment.get("ranks", "?")
         rows["memory"] = f"{format_nbytes(round(memory[-1]))} on the fullest of {ranks} ranks"
     saves = [event for event in run.events if event["kind"] == "save"]
     rows["last checkpoint"] = f"{saves[-1].get('path', '')}, {saves[-1]['time']}" if saves else "none yet"
     rows["hosts"] = str(run.environment.get("hosts", ", ".join(sorted({str(event["host"]) for event in run.events}))))
-    trouble = [event for event in run.events if event["kind"] in ("failure", "restart", "skip", "slow", "shrink")]
+    trouble = [event for event in run.events if event["kind"] in ("failure", "skip", "slow", "shrink")]
     if trouble:
-        last_event = trouble[-1]
-        rows["last trouble"] = f"{last_event['kind']} at {last_event['time']}: {last_event.get('message', '')}"[:300]
+        event = trouble[-1]
+        rank = f" of rank {event.get('rank')}" if event["kind"] == "failure" and event.get("rank") is not None else ""
+        said = [str(event[name]) for name in ("how", "message") if event.get(name)]
+        rows["last trouble"] = ": ".join([f"{event['kind']}{rank} at {event['time']}", *said])[:300]
+    rows["restarts"] = str(sum(event["kind"] == "restart" for event in run.events) or "")
     return rows

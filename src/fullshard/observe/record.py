@@ -63,6 +63,7 @@ class _Environment(BaseModel, extra="allow"):
     planned_nbytes: _Nbytes | None = None  # counts the same as `StepMetrics.memory_nbytes`
     unplanned: str = "the run did not record it"
     before_model_nbytes: _Nbytes = 0  # the part of `planned_nbytes` that the process used before it built the model
+    resumed_after: _Nbytes = 0  # the other fields describe the attempt that began after this step
     reserve_nbytes: _Nbytes = 0  # what the planner adds for the runtime and unused blocks of the allocator
 
 
@@ -84,13 +85,13 @@ class RunRecord:
     events: list[dict[str, Any]]
     rehearsal: _Rehearsal | None
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps for which the field `name` has a value, and the values: the largest if each rank has one."""
+    def series(self, name: str, after: int = -1) -> tuple[list[float], list[float]]:
+        """Return the later steps that have a value for `name`, and the values: the largest if each rank has one."""
         found = []
         for step in self.steps:
             value = step.get(name)
             value = max(value, default=None) if isinstance(value, tuple) else value
-            if value is not None and abs(value) < _LARGEST and step["step"] < _LARGEST:
+            if value is not None and abs(value) < _LARGEST and after < step["step"] < _LARGEST:
                 found.append((float(step["step"]), float(value)))
         return [step for step, _ in found], [value for _, value in found]
 

@@ -30,10 +30,7 @@ Rows = list[tuple[str, ...]]
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Write a report on the runs in some folders to a file, atomically.
-
-    If `output` is in the folder of a run and is not a regular file (for example, a link), it is replaced.
-    """
+    """Write a report on some runs to a file, atomically. A link or pipe at `output` in a run's folder is replaced."""
     require_plots()
     page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # file names may be invalid Unicode
     folder = output.parent.resolve()
@@ -75,9 +72,9 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 def _overview(runs: Sequence[RunRecord]) -> Rows:
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
-        ("ranks", lambda run: _value(run.environment.get("ranks"))),
+        ("ranks", _ranks),
         ("steps", lambda run: str(run.steps[-1]["step"]) if run.steps else ""),
-        ("loss at the end", lambda run: _of(run, "loss", _end, "{:.4f}, mean of the last tenth")),
+        ("loss at the end", lambda run: _of(run, "loss", _end, "{:.4f}, mean of the last {} of {} logged steps")),
         ("held-out loss", lambda run: _of(run, "held_out_loss", lambda values: values[-1], "{:.4f}")),
         ("tokens per second, median", lambda run: _of(run, "tokens_per_second", statistics.median, "{:,.0f}")),
         ("waited for data", lambda run: _of(run, "data_wait_seconds", sum, "{:.1f} s")),
@@ -90,12 +87,19 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
     return [row for row in filled if any(row[1:])]
 
 
+def _ranks(run: RunRecord) -> str:
+    now = _value(run.environment.get("ranks"))
+    until = {len(step.get("memory_nbytes") or ()): _value(step["step"]) for step in run.steps}
+    earlier = ", ".join(f"{ranks} until step {step}" for ranks, step in until.items() if ranks and str(ranks) != now)
+    return f"{now} ({earlier})" if now and earlier else now
+
+
 def _of(run: RunRecord, name: str, of: Callable[[list[float]], float], form: str = "") -> str:
-    """Return the result of `of` for a series of metrics as text, formatted by `form` or as a size in bytes."""
-    values = run.series(name)[1]
+    """Return the result of `of` for a series of metrics as text, by `form` or as the bytes of the last attempt."""
+    values = run.series(name, -1 if form else run.recorded.resumed_after)[1]
     if not values:
         return ""
-    return form.format(of(values)) if form else format_nbytes(round(of(values)))
+    return form.format(of(values), max(1, len(values) // 10), len(values)) if form else format_nbytes(round(of(values)))
 
 
 def _end(values: list[float]) -> float:

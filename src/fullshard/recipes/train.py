@@ -85,7 +85,7 @@ def train(arguments: TrainArguments) -> None:
         if arguments.max_lost_steps is not None:
             run.copies = held.enter_context(checkpoint.MemoryCopies(arguments.max_lost_steps, say=say))
         first_step = run.resume(checkpoints)
-        run_on_main(environment, lambda: run.write_down(len(checkpoints)))
+        run_on_main(environment, lambda: run.write_down(len(checkpoints), first_step))
         held.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
         with listening():
             last_step = run.loop(first_step)
@@ -354,11 +354,11 @@ class Run:
         self.say(f"resume: no complete checkpoint in {self.arguments.checkpoints}, starting at step 1")
         return 0
 
-    def write_down(self, held: int) -> None:
+    def write_down(self, held: int, resumed_after: int) -> None:
         """Write the settings and the environment of the run to files, and start its trackers. Rank 0 calls this.
 
         This happens after the state was loaded, when it is certain that the run continues. `held` is the number of
-        checkpoints that already exist.
+        checkpoints that already exist, and `resumed_after` the step after which the run resumed, or 0.
         """
         arguments, accelerator = self.arguments, self.accelerator
         count = arguments.keep_checkpoints + 1 - min(held, arguments.keep_checkpoints)
@@ -370,7 +370,7 @@ class Run:
         }
         versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
         place = {"hosts": self.hosts, "device": name_of(self.device), "ranks": accelerator.num_processes}
-        place["steps_per_pass"] = len(self.data.train) / arguments.batch_size
+        place |= {"steps_per_pass": len(self.data.train) / arguments.batch_size, "resumed_after": resumed_after}
         environment = {"model": self.described} | versions | place | self.memory
         for name, content in {"settings": settings, "environment": environment}.items():
             write_text(arguments.output_dir / f"{name}.json", json.dumps(content, indent=2) + "\n")
