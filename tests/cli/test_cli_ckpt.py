@@ -72,6 +72,12 @@ def test_inspect_as_json_has_the_configuration_of_the_run(tmp_path: Path) -> Non
     assert json.loads(_run("inspect", tmp_path / "c", "--json").stdout)["config"] == config
 
 
+def test_verify_above_checkpoints(saved: Path) -> None:
+    """They are not damaged: the folder is theirs."""
+    result = CliRunner().invoke(app, ["verify", str(saved.parent)])
+    assert f"{saved.parent} is not a checkpoint, but contains" in str(result.exception)
+
+
 def test_verify(saved: Path, tmp_path: Path) -> None:
     assert _run("verify", saved).exit_code == 0
     copy = tmp_path / "copy"

@@ -83,6 +83,7 @@ def inspect(
 @app.command()
 def verify(checkpoint: _Ours, *, as_json: _Json = False) -> None:
     """Read every byte of a checkpoint and verify it. The exit code is 0 if it is intact and 1 if it is damaged."""
+    from fullshard.checkpoint.format import MANIFEST_NAME, part_paths
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.verify import verify_parts
 
@@ -91,6 +92,11 @@ def verify(checkpoint: _Ours, *, as_json: _Json = False) -> None:
         raise CheckpointError(f"no checkpoint was found at {where}")
     found = verify_parts(where)
     is_valid = all(one.is_valid for one in found)
+    if isinstance(where, Path) and not (is_valid or part_paths(where) or (where / MANIFEST_NAME).exists()):
+        inside = sorted(str(path.parent) for path in where.glob(f"**/{MANIFEST_NAME}"))
+        if inside:
+            what = f"{where} is not a checkpoint, but contains {len(inside)}"
+            raise CheckpointError(what, hint=f"verify one of them: fullshard ckpt verify {inside[-1]}")
     if as_json:
         problems = [problem for one in found for problem in one.problems]
         typer.echo(json.dumps({"path": str(checkpoint), "valid": is_valid, "problems": problems}, indent=2))
