@@ -169,5 +169,6 @@ def test_no_thread_aborts_a_process_that_ends() -> None:
     error, hint, *ends = done.stdout.splitlines()
     assert ends == [f"{kind} 0 3" for kind in kinds], done.stderr
     # Not by Gloo's words, which name a socket.
-    assert error.startswith("rank 1, unit '', unshard: rank 0 ") and " has ended" in error and "pair.cc" not in error
+    assert error.startswith("rank 1, the outermost unit, unshard: rank 0 ") and " has ended" in error
+    assert "pair.cc" not in error
     assert error.endswith("(step 1 of this process)") and "had fewer batches" in hint

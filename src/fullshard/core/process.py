@@ -1,4 +1,4 @@
-"""Describes a process to other processes: its ID, its machine, and a file with its last activity."""
+"""Describes a process to other processes: its ID, its machine, its stack, and a file with its last activity."""
 
 import mmap
 import os
@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 _NBYTES = 512
+_LIBRARIES = f"{Path(os.__file__).parent}/", f"{Path(__file__).parents[1]}/", "<frozen"
 
 
 def this_process() -> str:
@@ -17,6 +18,11 @@ def this_machine() -> str:
     """Return the boot ID and PID namespace. Processes that share both can see each other's process IDs."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def is_of_script(file: str) -> bool:
+    """Return whether a file with code belongs neither to Python, nor to fullshard, nor to an installed package."""
+    return not file.startswith(_LIBRARIES) and "/site-packages/" not in file and "/dist-packages/" not in file
 
 
 class StatusFile:

@@ -221,7 +221,8 @@ class UnitParameters:
         """Return a context manager in which this rank waits for others. It records the unit and `phase` for reports."""
         wait = self._waits.get((self.name, phase))
         if wait is None:
-            wait = self._waits[self.name, phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])
+            name = f"unit {self.name!r}" if self.name else "the outermost unit"
+            wait = self._waits[self.name, phase] = Waiting(f"{name}, {phase}", [self.mesh.control_group])
         wait.step = self.schedule.steps + 1
         return wait
 

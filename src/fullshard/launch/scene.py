@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.process import read_status
+from fullshard.core.process import is_of_script, read_status
 from fullshard.launch.bootstrap import STACK_SIGNAL
 
 _NOTICE_SECONDS = 1.0
@@ -89,6 +89,9 @@ class Scene:
             frames = [line for line in self._stacks.get(pid, "").splitlines() if line.startswith("  File ")]
             if any(place in frame for frame in frames[:4] for place in _WAITS_IN) and pid not in self._stopped:
                 continue
+            script = next((n for n, frame in enumerate(frames) if is_of_script(frame.split('"')[1])), 0)
+            if script >= _FRAMES:  # leave out frames of libraries
+                frames = [*frames[: _FRAMES // 2], "  ...", *frames[script:]]
             how = "was stopped (SIGSTOP)" if pid in self._stopped else "was running"
             where = ". Its stack, with the innermost call first:\n" + "\n".join(frames[:_FRAMES]) if frames else ""
             text += f"{who} {how} and did not get that far{where}\n"

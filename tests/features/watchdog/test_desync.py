@@ -146,6 +146,10 @@ def check(kind: str, seed: int, strategy: str, tmp_path: Path) -> None:
     assert all(message for message, _, _ in found), found
 
 
+LINE = r"(?: \(step \d+\))?, at test_desync\.py:\d+ in {}"
+"""The line of the script at which a rank waits."""
+
+
 @soon
 def have_one_more(comm: str, after: str) -> str:
     """What a rank is told that has a batch more than the other, which goes on to something of all ranks."""
@@ -171,12 +175,13 @@ def have_one_more(comm: str, after: str) -> str:
     ("comm", "after"), [("auto", "gather"), pytest.param("gloo", "barrier", marks=pytest.mark.full)]
 )
 def test_a_batch_more_is_told_while_the_other_rank_lives(comm: str, after: str) -> None:
-    other = {"gather": "waits in gathering objects", "barrier": "waits in torch's barrier, at test_desync.py"}
+    other = {"gather": "waits in gathering objects", "barrier": "waits in torch's barrier"}[after]
+    here = LINE.format("have_one_more")
     begin = time.monotonic()
     _, told = run_ranks(have_one_more, 2, comm, after)
     assert time.monotonic() - begin < 100
-    assert told.startswith("rank 1, unit '', unshard: ") and "ranks are out of step: rank 0 (" in told
-    assert other[after] in told and re.search(r"; rank 1 \(.*\) waits in unit '', unshard", told)
+    assert told.startswith("rank 1, the outermost unit, unshard: ") and "ranks are out of step: rank 0 (" in told
+    assert re.search(rf"rank 0 \(.*\) {other}{here}.*; rank 1 \(.*\) waits in the outermost unit, unshard{here}", told)
     assert "hint: check whether another rank failed first, had fewer batches" in told
 
 
@@ -307,8 +312,9 @@ def lose_step_in_a_part(kind: str) -> tuple[str, list[int]]:
     return "", []
 
 
+WAITS = "waits in unit '.*', unshard" + LINE.format("lose_step_in_a_part")
 NAMED = {
-    "order": r"ranks are out of step: rank 1 \(.*\) waits in unit '.*', .*; rank 2 .* waits in unit '",
+    "order": "ranks are out of step: " + "; ".join(rf"rank {rank} \(.*\) {WAITS}, called from .*" for rank in (1, 2)),
     "learning rate": r"rank 1 has \[learning rates \[0.1\]\], but rank 2 has \[learning rates \[0.2\]\]",
     "NaN": r"rank 1, step 3 of this process: gradients are not finite: layers.1.weight \(NaN\), "
     r"layers.0.weight \(NaN\), layers.1.bias \(NaN\) and 1 more; they came from rank 2",
@@ -450,7 +456,8 @@ def go_on_alone(where: str, strategy: str, directory: str, slow_rank: int | None
 
 
 FAILS = (
-    r"rank \d, unit '.*', .*: rank 1 had an error in {} \(ArithmeticError\('on this rank only'\)\) that rank 0 did not"
+    r"rank \d, (unit '.*'|the outermost unit), .*: "
+    r"rank 1 had an error in {} \(ArithmeticError\('on this rank only'\)\) that rank 0 did not"
 )
 
 

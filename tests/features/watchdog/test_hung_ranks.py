@@ -82,7 +82,7 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
     """The launcher's own end of it is never the cause."""
     output, _ = end_of(tmp_path, how, comm)
     assert "out of memory" not in output and "SIGKILL" not in output
-    assert re.search(r"CommunicationError: rank 0, unit '.*', .*\(step 4 of this process\)", output)
+    assert re.search(r"CommunicationError: rank 0, the outermost unit, .*\(step 4 of this process\)", output)
     # Half the time-out before, and again with the error: without the launcher's doing.
     assert (
         len(
@@ -101,13 +101,57 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
     assert len(last.splitlines()) < 12
 
 
+LOADS = """
+import sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from fullshard import fully_shard
+from fullshard.launch import init_process_group_from_environment
+
+environment = init_process_group_from_environment(torch.device("cpu"), timeout_seconds=4)
+model = torch.nn.Linear(8, 8)
+fully_shard(model)
+
+class Hangs(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        time.sleep(600 if environment.rank == 1 and number == 3 else 0)
+        return torch.ones(8)
+
+def train():
+    for batch in DataLoader(Hangs(), num_workers=1):
+        model(batch).sum().backward()
+
+train()
+"""
+
+
+@pytest.mark.full
+def test_of_a_rank_whose_loader_hangs_the_line_of_the_script_is_named(tmp_path: Path) -> None:
+    """Deep in Python's own library, below more frames than the launcher prints."""
+    (tmp_path / "load.py").write_text(LOADS)
+    with started(*LAUNCH, "--num_processes", "2", "--cpu", "load.py", cwd=tmp_path) as launcher:
+        output, _ = launcher.communicate(timeout=120)
+    called = r"called from load.py:\d+ in train, called from load.py:\d+ in <module>; it did the outermost unit, "
+    assert re.search(rf"rank 1 \(process \d+ on \S+\) is running, at \w+.py:\d+ in \w+, {called}", output), output
+    stack = output[output.index("the innermost call first:\n") :].splitlines()[1:]
+    assert len(stack) <= 8 and stack[4] == "  ..." and "/site-packages/torch/" not in stack[0], stack
+    assert [line.split("/")[-1].partition('"')[0] for line in stack[5:7]] == ["load.py", "load.py"], stack
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("comm", ["auto", "gloo"])
 def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: str) -> None:
     output, seconds = end_of(tmp_path, "kill", comm)
     assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
-    assert re.search(r"its last action: step 3 of this process, after unit '.*', after the last reshard", output)
-    assert re.search(r"the others noticed it here: .*rank 0, unit '.*', .*\(step 4 of this process\)", output), output
+    assert re.search(
+        r"its last action: step 3 of this process, after the outermost unit, after the last reshard", output
+    )
+    assert re.search(
+        r"the others noticed it here: .*rank 0, the outermost unit, .*\(step 4 of this process\)", output
+    ), output
     assert seconds < 15  # five, on a machine with nothing else to do
 
 
@@ -117,7 +161,7 @@ def test_a_rank_that_has_ended_well_before_the_others_is_named(tmp_path: Path, c
     output, seconds = end_of(tmp_path, "leave", comm)
     assert re.search(r"rank 0 of 2 .* failed with exit code 1", output)
     assert re.search(r"rank 1 of 2 \(process \d+ on .+\) had already ended with exit code 0", output), output
-    assert output.splitlines()[-1].startswith("its last action: step 3 of this process, after unit ''")
+    assert output.splitlines()[-1].startswith("its last action: step 3 of this process, after the outermost unit")
     assert seconds < 15
 
 
@@ -225,5 +269,5 @@ def test_on_a_gpu_too(tmp_path: Path, how: str) -> None:
     if how == "kill":
         assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
     else:
-        assert re.search(r"rank 0, unit '.*', .*\(step 4 of this process\)", output)
+        assert re.search(r"rank 0, the outermost unit, .*\(step 4 of this process\)", output)
         assert "in next_batch" in output and "SIGABRT" not in output

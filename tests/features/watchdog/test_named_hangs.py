@@ -81,7 +81,8 @@ def hang_again_and_again(commands: Sequence[list[str]], cwd: Path, world_size: i
         case = f"{how} in {where}, rank {victim}"
         own = screens[victim * len(commands) // world_size][number]  # what the host of the missing rank says
         for text in (own, screens[0][number]):
-            waiting = re.search(r"CommunicationError: rank (\d+), unit '.*', .*\(step [34] of this process\)", text)
+            at = r"(unit '.*'|the outermost unit), .*\(step [34] of this process\)"
+            waiting = re.search(rf"CommunicationError: rank (\d+), {at}", text)
             assert waiting is not None and int(waiting[1]) != victim, (case, text)
             seen = (
                 "(gives no|no longer gives a) sign of life"

@@ -17,12 +17,13 @@ from tests.launching import LAUNCH, lines_of_each
 from tests.namespaces import can_have_namespaces, namespaces
 
 PHASES = ("start", "data", "forward", "backward", "step", "save")
+UNIT = "(unit '.*'|the outermost unit)"
 LAST = {
-    "start": "exchanging metadata|unit '.*'.*",
-    "data": "unit '.*', after the last reshard",
-    "forward": "unit '.*', unshard",
-    "backward": "unit '.*', (unshard|reduce)",
-    "step": "unit '.*', after the last reshard",
+    "start": f"exchanging metadata|{UNIT}.*",
+    "data": f"{UNIT}, after the last reshard",
+    "forward": f"{UNIT}, unshard",
+    "backward": f"{UNIT}, (unshard|reduce)",
+    "step": f"{UNIT}, after the last reshard",
     "save": "a checkpoint, .*",
 }
 """What each did last, from other ranks' point of view."""

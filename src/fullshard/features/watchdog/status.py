@@ -15,7 +15,7 @@ _NAMED = 3
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
 Status = dict[str, Any]
-"""A rank's message: `what`, `step`, `is_waiting`, `here` (functions, innermost first), `busy`, `beat`, and the torch
+"""A rank's message: `what`, `step`, `is_waiting`, `here` (lines, innermost first), `busy`, `beat`, and the torch
 `collective` that a script has called, if any. `group`: number and digest of the ranks it waits with. `has_ended`: its
 process is ending."""
 
@@ -99,13 +99,13 @@ def described(rank: int, status: Status) -> str:
     last = f"it did {status['what'] or 'nothing yet'}{step}"
     if status.get("has_ended"):
         return f"{name} has ended; {last} last"
+    where = ", called from ".join(status["here"])
     if status["is_waiting"]:
-        return f"{name} waits in {status['what']}{step}"
+        return f"{name} waits in {status['what']}{step}" + (f", at {where}" if where else "")
     if not status["is_alive"]:
         return f"{name} no longer gives a sign of life; {last}"
-    where = ", called from ".join(status["here"]) or "an unknown place"
     does = f"waits in torch's {status['collective']}" if status["collective"] else "is running"
-    return f"{name} {status['busy'] or does}, at {where}; {last} before"
+    return f"{name} {status['busy'] or does}, at {where or 'an unknown place'}; {last} before"
 
 
 def are_busy(statuses: dict[int, Status]) -> bool:

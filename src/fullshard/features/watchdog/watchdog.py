@@ -33,7 +33,7 @@ from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Waiting, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import cut
-from fullshard.core.process import StatusFile, this_process
+from fullshard.core.process import StatusFile, is_of_script, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
 from fullshard.features.watchdog.status import PROCESS, STATUS, Status
@@ -54,8 +54,7 @@ def _say_who_is_missing() -> None:
 
 
 LATER_SECONDS = 120.0
-_STEPS = 3
-"""A rank may be late by this multiple of the slowest step."""
+_STEPS = 3  # a rank may be late by this multiple of the slowest step
 _STALL_SECONDS = 30.0
 
 
@@ -85,7 +84,7 @@ _BUSY = {
     "saves": ("/fullshard/checkpoint/", "/torch/serialization.py", "/torch/distributed/checkpoint/"),
 }
 """Work that may legitimately take long, identified by the files on the stack."""
-_LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
+_LIBRARIES = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", contextlib.__file__, "<frozen"
 _CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(read|write) error", re.IGNORECASE)
 """Gloo's messages about a rank that has ended."""
 _APART = re.compile(r"is in collective|preamble\.length")
@@ -275,20 +274,23 @@ class Watchdog(Watcher):
             self._say(idle, others)
 
     def _tell_status(self) -> Status:
-        here, busy = list[str](), ""
+        above, script, busy, is_waiting = list[str](), list[str](), "", PROGRESS.is_waiting
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
         collective = status.collective(frame)
         local = None if frame is None else frame.f_locals.get("group")  # torch uses this name everywhere
-        while frame is not None and not PROGRESS.is_waiting:
+        while frame is not None:
             file = frame.f_code.co_filename
             busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
-            if len(here) < _FRAMES and not any(name in file for name in _LIBRARIES):
-                here.append(f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+            if not file.startswith(_LIBRARIES) and (is_of_script(file) or not (script or is_waiting)):
+                place = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                (script if is_of_script(file) else above).append(place)
             frame = frame.f_back
+        here = [*above[: 1 if script else _FRAMES], *script][:_FRAMES]
+        busy = "" if is_waiting else busy
         self._beat += 1
         group = next(iter(PROGRESS.groups), None) or (local if collective else None)
         ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
-        own: Status = {"what": PROGRESS.what, "step": PROGRESS.step, "is_waiting": PROGRESS.is_waiting, "here": here}
+        own: Status = {"what": PROGRESS.what, "step": PROGRESS.step, "is_waiting": is_waiting, "here": here}
         own |= {"busy": busy, "collective": "" if busy else collective, "beat": self._beat}
         own["group"] = [len(ranks), zlib.crc32(repr(ranks).encode())]
         self._tell(STATUS, json.dumps(own))
@@ -368,10 +370,8 @@ class Watchdog(Watcher):
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
     """Wait until all ranks of a group have arrived, so that the next operation does not hang.
 
-    If a rank is missing, the wait ends with an error that names it, which the next operation could not do. The wait is
-    a collective between the hosts, and is skipped if the group does not support one. An accelerator's collective cannot
-    detect a missing rank: either the host does not wait for it, or, as in NCCL's barrier, it waits until NCCL ends the
-    process. On a CPU, nothing is needed, because collectives are watched there anyway.
+    The wait is a collective between the hosts, and is skipped if the group does not support one. An accelerator's
+    collective cannot name a missing rank. On a CPU, collectives are watched anyway.
     """
     host = torch.device("cpu")
     if device.type != "cpu" and torch_private.backend_of(group, host) is not None:
