@@ -5,6 +5,7 @@ pytest tests/cli/test_chat.py
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from fullshard.checkpoint.offline.merged import write_merged
 from fullshard.cli.chat import chat
 from fullshard.core.errors import ConfigError
 from tests.trainers import OFFLINE, build
@@ -91,6 +93,49 @@ def test_an_adapter_is_loaded_on_its_model(model: Path, monkeypatch: pytest.Monk
     AutoTokenizer.from_pretrained(model / "export").save_pretrained(model / "adapter")
     talk(model / "adapter", "a b\n", monkeypatch, max_new_tokens=8)
     assert capfd.readouterr().out not in ("", plain)
+
+
+@pytest.mark.parametrize("held", [2, [2, 7]])
+def test_an_adapters_tokenizer_says_where_an_answer_ends(
+    held: Any, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / "export" / name).read_text())
+        (model / "export" / name).write_text(json.dumps({**settings, "eos_token_id": held, "temperature": 0.5}))
+    base = AutoModelForCausalLM.from_pretrained(model / "export")
+    tokenizer = AutoTokenizer.from_pretrained(model / "export")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, target_modules="all-linear", r=4))
+    adapted.save_pretrained(model / "adapter")
+    inputs = tokenizer("a b", return_tensors="pt")["input_ids"]
+    answer = adapted.eval().generate(input_ids=inputs, do_sample=False, max_new_tokens=8)[0, inputs.shape[1] :].tolist()
+    end = answer[2]
+    told = answer[: answer.index(end)]
+    assert {*answer[len(told) :]} != {end}  # so that more is said if it does not stop
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.save_pretrained(model / "adapter")
+    talk(model / "adapter", "a b\n", monkeypatch, max_new_tokens=8)
+    assert capfd.readouterr().out.split() == tokenizer.convert_ids_to_tokens(told)
+
+    write_merged(model / "export", model / "adapter", model / "merged")
+    config, generation = (
+        json.loads((model / "merged" / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    ends = [end, *held] if isinstance(held, list) else [end, held]
+    assert generation["eos_token_id"] == ends and generation["temperature"] == 0.5
+    assert config["eos_token_id"] == (ends if isinstance(held, list) else end)
+    talk(model / "merged", "a b\n", monkeypatch, max_new_tokens=8)
+    assert capfd.readouterr().out.split() == tokenizer.convert_ids_to_tokens(told)
+
+
+def test_a_missing_base_model_is_named(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(base_model_name_or_path=str(tmp_path / "gone"), task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"cannot load the model '.*adapter': .*gone(?s:.*)hint: set base_model_na"):
+        talk(tmp_path / "adapter", "", monkeypatch)
 
 
 def test_a_folder_without_a_model_is_one_message(tmp_path: Path) -> None:

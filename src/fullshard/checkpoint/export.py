@@ -237,4 +237,4 @@ def write_configuration(
     config.save_pretrained(directory)
     generation = getattr(model, "generation_config", None)
     if generation is not None and hasattr(model, "generate"):
-        generation.save_pretrained(directory)
+        generation.to_json_file(directory / "generation_config.json")  # `save_pretrained` refuses some valid ones

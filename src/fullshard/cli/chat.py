@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, own_errors
 from fullshard.core.imports import import_extra
 
 
@@ -40,18 +40,17 @@ def chat(
     typer.echo(f"{model} {what}; an empty line ends the talk", err=True)
     while said := _read():
         turns.append({"role": "user", "content": said})
-        template = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        asked = (
-            tokenizer.apply_chat_template(turns, **template) if has_template else tokenizer(said, return_tensors="pt")
-        )
+        form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        asked = tokenizer.apply_chat_template(turns, **form) if has_template else tokenizer(said, return_tensors="pt")
         inputs = {name: asked[name].to(network.device) for name in ("input_ids", "attention_mask")}
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        answer = network.generate(**inputs, pad_token_id=pad, **options)[0, inputs["input_ids"].shape[1] :]
+        answer = network.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
         turns.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
 
 
 def _load(transformers: Any, name: str) -> tuple[Any, Any]:
     """Load a model, with its adapter if it has one, and its tokenizer."""
+    from fullshard.checkpoint.offline.merged import align_tokens
+
     place = Path(name) / "export" if (Path(name) / "export").is_dir() else Path(name)
     source = str(place) if place.exists() else name
     if place.is_dir() and not any((place / file).exists() for file in ("config.json", "adapter_config.json")):
@@ -59,16 +58,15 @@ def _load(transformers: Any, name: str) -> tuple[Any, Any]:
             f"{place} contains no model: neither config.json nor adapter_config.json",
             hint="pass the output of `fullshard train` or `fullshard sft`, or export a checkpoint with `ckpt export`",
         )
-    kind = transformers.AutoModelForCausalLM
+    kind, hint = transformers.AutoModelForCausalLM, None
     if (place / "adapter_config.json").exists():
         kind = import_extra("peft", extra="sft", purpose="talking to an adapter").AutoPeftModelForCausalLM
-    try:
+        hint = f"set base_model_name_or_path in {place / 'adapter_config.json'} to its base model's absolute path"
+    with own_errors(f"cannot load the model {name!r}", hint):
         network = kind.from_pretrained(source, dtype="auto")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model {name!r}: {error}") from error
-    torch: Any = sys.modules["torch"]
-    found = torch.accelerator.current_accelerator(check_available=True)
+    align_tokens(network, tokenizer)
+    found = sys.modules["torch"].accelerator.current_accelerator(check_available=True)
     return network.to(found or "cpu").eval(), tokenizer
 
 

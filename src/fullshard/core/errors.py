@@ -6,8 +6,9 @@ line. Quoted text may come from untrusted sources, so long text is truncated and
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 MAX_LINE, MAX_MESSAGE = 4_000, 60_000
@@ -130,3 +131,14 @@ class MissingExtraError(FullshardError, ImportError):
 
     def __reduce__(self) -> tuple[Callable[..., MissingExtraError], tuple[()]]:
         return partial(MissingExtraError, **self._arguments), ()
+
+
+@contextlib.contextmanager
+def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
+    """Convert any error that a library raises within the block, for example for a bad file, to a `ConfigError`."""
+    try:
+        yield
+    except FullshardError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {error}", hint=hint) from error

@@ -1,7 +1,6 @@
 """Build the model to train: a small Llama, or a model from a Hugging Face configuration or checkpoint."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from fullshard.checkpoint import from_pretrained
 from fullshard.checkpoint.weight_files import weights_file
-from fullshard.core.errors import ConfigError, FullshardError
+from fullshard.core.errors import ConfigError, own_errors
 from fullshard.core.imports import import_extra
 from fullshard.optim import MatrixRule, Muon
 
@@ -63,17 +62,6 @@ def read_config(source: str) -> Any:
 def transformers() -> Any:
     """Return the `transformers` module. Raise `MissingExtraError` if it is not installed."""
     return import_extra("transformers", extra="hf", purpose="training a language model")
-
-
-@contextlib.contextmanager
-def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
-    """Convert any error that Transformers raises within the block, for example for a bad file, to a `ConfigError`."""
-    try:
-        yield
-    except FullshardError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what}: {error}", hint=hint) from error
 
 
 def muon(model: nn.Module, say: Callable[[str], None], **options: Any) -> Muon:

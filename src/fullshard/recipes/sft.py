@@ -16,7 +16,7 @@ from accelerate.utils import ProfileKwargs
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline.merged import write_merged
-from fullshard.core.errors import ConfigError, DataError, HubError, cut
+from fullshard.core.errors import ConfigError, DataError, HubError, cut, own_errors
 from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers import SFTTrainer
 from fullshard.integrations.transformers.trainer import complete_checkpoints
@@ -25,7 +25,7 @@ from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
 from fullshard.recipes.formats import converted
-from fullshard.recipes.model import muon, own_errors
+from fullshard.recipes.model import muon
 from fullshard.recipes.sft_arguments import SFTArguments, read_arguments
 
 huggingface_hub: Any = import_extra("huggingface_hub", extra="sft", purpose="fullshard sft")
@@ -122,15 +122,15 @@ class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
 
 def make_trainer(arguments: SFTArguments) -> Any:
     """Create TRL's trainer with the model, the data and the adapters, ready to train."""
-    training, settings = arguments.training, arguments.model
-    tokenizer, is_extended = load_tokenizer(arguments)
+    training, settings, name = arguments.training, arguments.model, arguments.model.model_name_or_path
+    tokenizer, added = load_tokenizer(arguments)
     train, test = load_data(arguments, has_template=bool(tokenizer.chat_template or training.chat_template_path))
     quantization = trl.get_quantization_config(settings)
     if quantization is not None and (compute := arguments.own.bnb_4bit_compute_dtype) is not None:
         quantization.bnb_4bit_compute_dtype = getattr(torch, compute)
     model: Any = checkpoint.from_pretrained(  # each rank reads only what it owns after sharding
         transformers.AutoModelForCausalLM,
-        settings.model_name_or_path,
+        str(Path(name).absolute()) if Path(name).is_dir() else name,  # adapters record it as their base
         dtype=settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype),
         quantization_config=quantization,
         dequantize=not settings.use_peft,  # quantized codes in the files cannot be trained
@@ -139,10 +139,12 @@ def make_trainer(arguments: SFTArguments) -> Any:
     )
     model.config.use_cache = not training.gradient_checkpointing
     # A table that is longer than the vocabulary already has room and must not be shortened.
-    if is_extended and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+    if added and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         rows = model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False).weight.shape[0]
         # PEFT gives the base model as many rows as the tokenizer has tokens when it loads an adapter by its directory.
         tokenizer.add_tokens([f"<|extra_{number}|>" for number in range(rows - len(tokenizer))])
+    if added and settings.use_peft and not settings.lora_modules_to_save:
+        say(f"new tokens: {added}; their embeddings are trained only with --lora_modules_to_save embed_tokens lm_head")
     if training.packing and training.packing_strategy == "bfd" and "flash" not in (settings.attn_implementation or ""):
         say("packing without flash attention cuts texts into pieces of max_length (packing_strategy wrapped)")
         training.packing_strategy = "wrapped"
@@ -176,22 +178,20 @@ def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
     return lambda: make, options | {"adamw_eps": training.adam_epsilon}
 
 
-def load_tokenizer(arguments: SFTArguments) -> tuple[Any, bool]:
-    """Load the tokenizer, and add the chat format's special tokens. Also return whether it had to be extended."""
+def load_tokenizer(arguments: SFTArguments) -> tuple[Any, int]:
+    """Load the tokenizer, and add the chat format's special tokens. Also return how many are new."""
     name = arguments.model.model_name_or_path
     hint = "use a Hugging Face directory or a hub name as --model_name_or_path"
     with own_errors(f"cannot read the tokenizer of {name!r}", hint=hint):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=arguments.model.model_revision)
     before = len(tokenizer)
     if arguments.own.chat_template_format != "none":
-        opening, closing, end, tokens = _FORMATS[arguments.own.chat_template_format]
+        start, close, end, tokens = _FORMATS[arguments.own.chat_template_format]
         tokenizer.add_special_tokens(dict(tokens))
-        tokenizer.chat_template = (
-            _TEMPLATE.replace("OPEN", opening).replace("CLOSE", closing).replace("+ END", f"+ {end}")
-        )
+        tokenizer.chat_template = _TEMPLATE.replace("OPEN", start).replace("CLOSE", close).replace("+ END", f"+ {end}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer, len(tokenizer) > before
+    return tokenizer, len(tokenizer) - before
 
 
 def load_data(arguments: SFTArguments, *, has_template: bool = True) -> tuple[Any, Any]:

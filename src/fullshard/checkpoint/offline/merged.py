@@ -36,14 +36,14 @@ from fullshard.checkpoint.sources import Match, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.weight_files import model_directory
 from fullshard.checkpoint.weight_files import tensors_of as tensors_of_file
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, own_errors
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.features.meta_device import meta_parameters
 
 ADAPTER_CONFIG = "adapter_config.json"
 _COMPUTED_WITH = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_ADAPTER_WEIGHTS, _GENERATION = "adapter_model.safetensors", "generation_config.json"
 
 
 @contextmanager
@@ -57,9 +57,8 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     files = open_weights(path, on_disk)
     directory = _config_directory(adapter)
     # Use the widest dtype on disk, whatever the configuration says, because a narrower merge would lose bits.
-    dtypes = {source.dtype for source in on_disk.values()}
-    wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
-    model, values, rules = _peft_model(path, adapter, directory, wide)
+    held = {source.dtype for source in on_disk.values()} & _COMPUTED_WITH or {torch.float32}
+    model, values, rules = _peft_model(path, adapter, directory, functools.reduce(torch.promote_types, held))
     merged, base = MergedModel(model), match(on_disk, rules)
     merged.base._weight_conversions = rules.used()  # type: ignore[assignment] # storing reverses them
 
@@ -83,12 +82,29 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
             # If the adapter untied the tensor, the base has none of its names, so use the first.
             changed[next((name for name in source.names if name in base.sources), source.name)] = source
     contents, read = _with(files, base, changed, lambda source: merged.merge(source, whole), merged.base)
+    transformers, trained = import_extra("transformers", extra="hf", purpose="merging an adapter"), merged.base
+    with own_errors(f"cannot read the tokenizer or generation_config.json for {directory}"):
+        if (path / _GENERATION).is_file():
+            trained.generation_config = transformers.GenerationConfig.from_pretrained(path)
+        if (directory / "tokenizer_config.json").is_file():
+            align_tokens(trained, transformers.AutoTokenizer.from_pretrained(directory))
     with tempfile.TemporaryDirectory() as beside:
         write_configuration(Path(beside), merged.base, None, merged)
         for file in (*files_beside_weights(path), *files_beside_weights(directory)):  # the adapter's tokenizer is newer
-            if file.name != CONFIG_NAME:
+            if file.name not in (CONFIG_NAME, _GENERATION):
                 shutil.copyfile(file, Path(beside) / file.name)
         yield Source("base model with an adapter merged into it", path, contents, read, [adapter]), Path(beside)
+
+
+def align_tokens(model: Any, tokenizer: Any) -> None:
+    """Set a tokenizer's special tokens in a model's configurations, as Trainer does. Lists of end tokens are kept."""
+    for config in filter(None, (model.config.get_text_config(), generation := model.generation_config)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            new, old = getattr(tokenizer, name), getattr(config, name, None)
+            held = old if isinstance(old, list) else [old] * (old is not None)
+            if new is not None and new not in held:
+                several = held is old or (config is generation and name == "eos_token_id")
+                setattr(config, name, [new, *held] if several else new)
 
 
 def write_merged(base: str | Path, adapter: Path, output: Path, hub: Any = None, **options: Any) -> None:
@@ -212,10 +228,8 @@ def _by_model_name(
 
 def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | None:
     """Return the number of embedding rows in the adapter if training resized the embeddings; otherwise, return None."""
-    tables = [
-        tensor.shape[0]
-        for name, tensor in stored.items()
+    return next((
+        tensor.shape[0] for name, tensor in stored.items()
         if tensor.ndim == 2 and tensor.shape[1] == shape[1] and name.endswith(".weight") and "lora_" not in name
         and any(part.startswith(("embed", "lm_head", "wte", "shared")) for part in name.split("."))
-    ]  # fmt: skip
-    return next((rows for rows in tables if rows != shape[0]), None)
+        and tensor.shape[0] != shape[0]), None)  # fmt: skip
