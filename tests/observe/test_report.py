@@ -5,6 +5,7 @@ pytest tests/observe/test_report.py
 
 from __future__ import annotations
 
+import base64
 import html.parser
 import json
 import os
@@ -211,6 +212,23 @@ def test_after_a_resume_the_memory_is_that_of_the_last_attempt(tmp_path: Path) -
     text = " ".join(" ".join(Page((run / "report.html").read_text()).texts).split())
     assert "planned 2.00 GiB, measured 1.50 GiB of 4.00 GiB. All values describe the last attempt, which" in text
     assert "began after step 20. Both include" in text and "ranks 1 (2 until step 20)" in text
+
+
+def test_charts_mark_where_a_run_resumed(tmp_path: Path) -> None:
+    """Each load with the optimizer is a resume; those after the last one were of steps that ran again."""
+    paths = ("a/step-000004", "/dev/shm/copies-9x/step-000007-0f81", "a/step-000015")
+    loads = [{"kind": "load", "path": path, "optimizer": True} for path in paths]
+    weights = {"kind": "load", "path": "a/step-000002", "optimizer": False}
+    run = made_up_run(tmp_path / "run", events=[*loads, weights, loads[1]])
+    (run / "environment.json").write_text(json.dumps({"resumed_after": 7}))
+    (record,) = read_runs([run])
+    assert record.resumed == [4, 7]
+    write_report([run], run / "report.html")
+    assert "all charts: resumed after steps 4, 7." in (run / "report.html").read_text()
+    plain, marked = (Line("a", [1, 2, 9], [3.0, 2.0, 1.0], marks=marks) for marks in ([], record.resumed))
+    drawn = [base64.b64decode(line_chart("", [line]).partition(",")[2]).decode() for line in (plain, marked)]
+    dotted = [image.count("stroke-dasharray: 1,1.65") for image in drawn]
+    assert dotted == [0, 2]
 
 
 def test_memory_that_was_not_measured_is_unknown(tmp_path: Path) -> None:

@@ -433,6 +433,7 @@ def test_a_run_passes_over_what_is_damaged(
     said = capsys.readouterr().out
     assert f"resume: {checkpoints}/step-000004 is skipped because it is damaged: " in said
     assert "is damaged between bytes" in said and f"resume: from {checkpoints}/step-000002, after step 2" in said
+    assert json.loads((checkpoints.parent / "environment.json").read_text())["resumed_after"] == 2
     damage("step-000004")
     damage("step-000002")
     with pytest.raises(DamagedError, match="step-000002"):

@@ -74,11 +74,7 @@ class StepMetrics:
 
 
 class JsonlSink:
-    """Writes one line of JSON per step to a file.
-
-    Each line is flushed when it is written, so a killed run keeps its lines. When a run resumes from `last_step`, the
-    lines after that step are removed first, so that the file contains each step only once.
-    """
+    """Writes one flushed line of JSON per step. On a resume, the lines after `last_step` are removed first."""
 
     def __init__(self, path: Path, *, last_step: int = 0) -> None:
         path = local_path(path)

@@ -19,13 +19,14 @@ _MOST_POINTS = 1000
 
 
 class Line(NamedTuple):
-    """Holds one line of a chart: its points and its colour number. Only lines of the style `-` are smoothed."""
+    """Holds one line of a chart, and the steps at dotted vertical lines. Only lines of the style `-` are smoothed."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     color: int = 0
     style: str = "-"
+    marks: Sequence[float] = ()
 
 
 def require_plots() -> None:
@@ -71,11 +72,7 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def line_chart(unit: str, lines: Sequence[Line], weight: float = 0.0) -> str:
-    """Draw a line chart over steps, and return it as the value for the `src` attribute of an image.
-
-    If a line has very many points, neighbouring points are averaged. With a `weight`, the points are thin behind their
-    smoothed line.
-    """
+    """Return a line chart over steps as the `src` of an image. A `weight` adds smoothed lines."""
     matplotlib = importlib.import_module("matplotlib")
     with matplotlib.rc_context(_LOOK), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters that a font lacks
@@ -93,6 +90,8 @@ def line_chart(unit: str, lines: Sequence[Line], weight: float = 0.0) -> str:
                 axes.plot(line.x[::every], y, style, linewidth=0.7, alpha=0.35, **look)
                 y = smoothed(y, weight)
             axes.plot(line.x[::every], y, style, label=label, linewidth=1.5, **look)
+            for mark in line.marks[-100:]:
+                axes.axvline(mark, linestyle=":", linewidth=1, color=look["color"] if len(lines) > 1 else "0.4")
         axes.xaxis.set_major_locator(importlib.import_module("matplotlib.ticker").MaxNLocator(integer=True))
         axes.set(xlabel="step", ylabel=unit)
         axes.grid(visible=True, alpha=0.3)

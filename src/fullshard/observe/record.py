@@ -69,11 +69,7 @@ class _Environment(BaseModel, extra="allow"):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Holds the metrics of one run and the contents of the other files in its folder.
-
-    The metrics come from `metrics.jsonl` or from Trainer's log, and `rehearsal` from `rehearsal.json`. `name` is the
-    name of the folder, or its full path if several runs have folders with the same name.
-    """
+    """Holds the metrics of one run, from `metrics.jsonl` or Trainer's log, and the contents of its other files."""
 
     name: str
     directory: Path
@@ -94,6 +90,13 @@ class RunRecord:
             if value is not None and abs(value) < _LARGEST and after < step["step"] < _LARGEST:
                 found.append((float(step["step"]), float(value)))
         return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def resumed(self) -> list[int]:
+        """Return the steps after which attempts began, from the names of the checkpoints that they loaded."""
+        loads = [event for event in self.events if event["kind"] == "load" and event.get("optimizer")]
+        found = {step for load in loads for step in _numbers(Path(str(load.get("path"))))[0][:1]}
+        return sorted(step for step in found if step <= self.recorded.resumed_after)  # the run repeated later ones
 
     @property
     def outcome(self) -> Literal["done", "failed", "stopped", "unknown"]:
