@@ -167,10 +167,7 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
 def average_records(
     average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
 ) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
-    """Yield (stored name, parameter, record, this rank's part) for each parameter with a stored average.
-
-    Append a message to `problems` for each average that is missing or has another dtype.
-    """
+    """Yield (stored name, parameter, record, this rank's part) of each stored average. Add to `problems` for others."""
     saved = manifest.optimizer.state if manifest.optimizer is not None else {}
     for local, held in average_tensors(average, parameters):
         name = primary.get(local.name, local.name)

@@ -58,10 +58,7 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
 
 
 def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
-    """Return the names of weights that the saved class did not have, such as the weights of a new head.
-
-    The configuration names this class. If it cannot be created here, every weight outside the base model counts as new.
-    """
+    """Return the names of weights that the configuration's class lacks, such as a new head, or all outside the base."""
     if not names:
         return set()
     config: Any = getattr(model, "config", None)

@@ -200,10 +200,7 @@ class Ranks:
 
 
 def all_come(where: str, seconds: float) -> bool:
-    """Return whether all ranks call this within `seconds`. It returns False instead of waiting forever.
-
-    All ranks must call it equally often, not counting the calls that returned False.
-    """
+    """Return whether all ranks call this within `seconds`, equally often apart from calls that returned False."""
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()
     come, until = store.add(key, 1), time.monotonic() + seconds

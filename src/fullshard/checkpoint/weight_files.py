@@ -122,10 +122,7 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
 
 
 def weights_file(directory: Path) -> Path | None:
-    """Return the file with a directory's weights, or the index of several; None if there are none.
-
-    Raise `CheckpointError` for weights with another name or format, or of an adapter or a checkpoint.
-    """
+    """Return a directory's file of weights, or the index of several, or None. Raise for weights of other kinds."""
     for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME):
         if (directory / name).is_file():
             return directory / name

@@ -18,10 +18,7 @@ WIDTH = 110
 
 
 def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool = False) -> str:
-    """Return the configuration as YAML, which `load_file` reads back unchanged.
-
-    `comments` adds descriptions. `only_changed` omits default values, which are otherwise commented out.
-    """
+    """Return the configuration as YAML that `load_file` reads back, on request with comments or only what changed."""
     lines = []
     if comments:
         lines += [

@@ -64,10 +64,7 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
 def die_with_launcher() -> None:
-    """Make sure that this process ends when its launcher ends, even if the launcher was killed.
-
-    Also let SIGINT end this process without a traceback, because the launcher handles Ctrl-C.
-    """
+    """End this process when its launcher ends, even if it was killed, and on SIGINT, without a traceback."""
     launcher_pid = os.environ.get(LAUNCHER_PID)
     if launcher_pid is None:
         return
@@ -96,10 +93,7 @@ def _ancestors() -> list[int]:
 
 
 def leave_stacks() -> None:
-    """Install a signal handler that writes the stacks of all threads to a file in the launcher's directory.
-
-    The launcher sends the signal to find out where the process is. The handler runs even if the process is blocked.
-    """
+    """Let the launcher's signal write the stacks of all threads to its directory, even if the process is blocked."""
     directory = os.environ.get(PREEMPTION_DIR)
     if directory is None or sys.platform != "linux":
         return
