@@ -108,6 +108,14 @@ def test_a_run_is_resumed_with_another_number_of_ranks(place: Path) -> None:
 
 
 @pytest.mark.full
+def test_trainer_is_resumed(place: Path) -> None:
+    [first] = (command for command in SCRIPTS if command.endswith("trainer.py"))
+    falls(run(f"{first} --max_steps 30 --save_steps 20", place))
+    output = run(f"{first} --max_steps 40 --resume_from_checkpoint True", place)
+    assert len(LOSS.findall(output)) == 1, output
+
+
+@pytest.mark.full
 def test_two_hosts(place: Path) -> None:
     """Both on this one, of one process each: two launchers that meet at one address."""
     port = str(free_port())
