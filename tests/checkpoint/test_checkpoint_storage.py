@@ -268,8 +268,9 @@ def test_saves_beside_each_other_take_nothing_of_each_other_away(tmp_path: Path)
                 remove_directory(tmp_path / f"{other}-{number}")
 
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(save, thread) for thread in range(4)]:
-            done.result()
+        found = [done.exception() for done in [pool.submit(save, thread) for thread in range(4)]]
+    assert [error for error in found if not isinstance(error, threading.BrokenBarrierError | None)] == []
+    assert found == [None] * 4
     last = {f"{thread}-{ROUNDS - 1}" for thread in range(4)}
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".tmp-")} == {"file"} | last
     assert (tmp_path / "file").read_text() in last

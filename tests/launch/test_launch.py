@@ -361,4 +361,4 @@ def test_help_is_quick_and_loads_no_torch(tmp_path: Path) -> None:
             break
     assert spent < 0.5
     assert "--num_processes" in done.stdout
-    assert "--fsdp_offload_params" in done.stdout
+    assert "--help_all" in done.stdout

@@ -1,6 +1,7 @@
 """Create directories and small files atomically: either they are complete, or they do not exist."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -173,8 +174,11 @@ def _remove_tree(path: Path) -> None:
     if path.is_symlink():
         path.unlink(missing_ok=True)
     while path.exists():
-        with contextlib.suppress(FileNotFoundError):  # another save is also removing it
+        try:
             shutil.rmtree(path)
+        except OSError as error:  # another save is also removing it
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 _HELD: dict[Path, int] = {}
