@@ -95,7 +95,10 @@ OPENED = "weights: Hugging Face directory"
 def test_ctrl_c_ends_each_command(tmp_path: Path, words: str, after: str, seconds: float) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    sizes = dict.fromkeys(("learning_rate", "grad_norm", "step_seconds", "tokens_per_second"), 1.0)
+    sizes |= dict.fromkeys(("data_wait_seconds", "checkpoint_seconds"), 0.0)
+    step = {"step": 1, "loss": 2.0, **sizes, "memory_nbytes": [1], "skipped_steps": 0, "held_out_loss": None}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(step) + "\n")
     for name in ("weights", "again"):
         _write_weights(tmp_path / name, nbytes=8 * GIB)
     took, output = _interrupted(COMMAND, *words.split(), cwd=tmp_path, after=after, seconds=seconds)
