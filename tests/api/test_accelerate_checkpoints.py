@@ -149,9 +149,19 @@ def test_load_state_reads_what_an_import_holds(tmp_path: Path, capsys: pytest.Ca
     schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
     loader, schedule = accelerator.prepare(loader, schedule)
     accelerator.load_state(tmp_path / "import")
-    assert "was not saved by save_state: schedulers, data loaders and random states keep" in capsys.readouterr().err
+    assert (
+        "was not saved by save_state: schedulers, a scaler, registered objects, data loaders and"
+        in capsys.readouterr().err
+    )
     assert all(torch.equal(value, weights[name]) for name, value in checkpoint.full_state_dict(model).items())
     assert all(map(torch.equal, _moments(optimizer), moments))
     accelerator.save_state(tmp_path / "own")
     accelerator.load_state(tmp_path / "own")
     assert "was not saved" not in capsys.readouterr().err
+    optimizer.step()
+    schedule.scheduler.step()
+    places = {"model": model, "optimizer": optimizer.optimizer, "scheduler": schedule.scheduler}
+    checkpoint.save_checkpoint(tmp_path / "scheduled", **places)
+    schedule.scheduler.step()
+    accelerator.load_state(tmp_path / "scheduled")
+    assert schedule.scheduler.last_epoch == 1, "what it holds is loaded"

@@ -273,8 +273,10 @@ def load(path: Location, state: TrainingState, say: Callable[[str], None]) -> in
         prove_checkpoint(path / part_name(number))
     places = [path / part_name(number) for number in range(saved)] or [path]
     if "extra" not in (states := read_manifest(places[0]).states):  # converted from another program's checkpoint
-        say(f"{path} was not saved by save_state: schedulers, data loaders and random states keep their present state")
-        parts = [part | {"scheduler": None, "scaler": None, "objects": ()} for part in parts]
+        absent = {"scheduler": None, "scaler": None, "objects": ()}.items()
+        parts = [part | {name: empty for name, empty in absent if name not in states} for part in parts]  # type: ignore[misc]
+        kept = "schedulers, a scaler, registered objects, data loaders and random states that it lacks"
+        say(f"{path} was not saved by save_state: {kept} keep their present state")
     extra, *_ = [load_checkpoint(place, **part) for place, part in zip(places, parts, strict=True)]
     if (steps := extra.get("schedule_steps", state.schedule_steps)) != state.schedule_steps:
         what = f"schedulers take {state.schedule_steps} steps per optimizer step, but took {steps} before {path}"

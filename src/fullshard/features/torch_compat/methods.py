@@ -103,7 +103,7 @@ def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: tor
 
 
 class GradientReductionHandle:
-    """What `finalize_backward(async_op=True)` returns."""
+    """Stand for the result of `finalize_backward(async_op=True)`."""
 
     def wait(self) -> None:
         """Return at once, because the reduction is complete."""
