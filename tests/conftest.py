@@ -64,6 +64,10 @@ def _fresh_workers() -> Iterator[None]:
     if (simulated := sys.modules.get("tests.simulated.process")) is not None:
         simulated.end_worker()
     sources.forget()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("a test of this file has left a process group, in which the tests of other files would fail")
 
 
 @pytest.fixture(scope="session", autouse=True)

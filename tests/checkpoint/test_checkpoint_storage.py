@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -293,6 +294,22 @@ def test_what_is_removed_as_a_leftover_is_made_anew(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match="another process is saving to"):
         make_temp_directory(tmp_path / "a", "fedcba9876543210", overwrite=True)
     discard_directory(made)
+
+
+def test_what_is_made_anew_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one save removes a leftover, the save whose directory it was creates it again, and locks it."""
+    leftover, remove = storage.temp_directory(tmp_path / "a", "0123456789abcdef"), shutil.rmtree
+    leftover.mkdir()
+
+    def remove_late(path: Path) -> None:
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        remove(path)
+        make_temp_directory(tmp_path / "a", "0123456789abcdef", overwrite=True)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_late)
+    discard_directory(make_temp_directory(tmp_path / "b", "fedcba9876543210", overwrite=True))
+    assert leftover.is_dir() and shutil.rmtree is remove
+    discard_directory(leftover)
 
 
 def test_a_complete_save_is_held_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

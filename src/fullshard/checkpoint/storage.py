@@ -17,7 +17,7 @@ from fullshard.core.sizes import format_nbytes
 logger = logging.getLogger(__name__)
 
 TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
-_TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
+_TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r"(.+)-([0-9a-f]{16}|removed)")
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -32,8 +32,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a temporary name next to `path` that no other thread or process uses."""
-    return path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(8)}")
+    """Return a temporary name next to `path` that no other thread or process uses. It may be temporary itself."""
+    temporary = _TEMPORARY.fullmatch(path.name)
+    return path.with_name(f"{TEMP_PREFIX}{temporary[1] if temporary else path.name}-{secrets.token_hex(8)}")
 
 
 def sync_directory(path: Path) -> None:
@@ -242,7 +243,7 @@ def _remove_leftovers(final: Path) -> None:
                     hint="give each job its own directory",
                 )
             if is_unheld or path in same_name:
-                _remove_tree(path)
+                remove_directory(path)  # not by its own name: a save that was about to lock it creates it again
 
 
 def _beside(final: Path, prefix: str) -> list[Path]:

@@ -258,20 +258,27 @@ def test_messages_take_the_time_of_the_links_beside_the_computation() -> None:
         assert time.perf_counter() - begin >= 0.02
 
 
+def _processor_time_of_a_message() -> float:
+    """Return the seconds that other threads than this one spend during a message of 30 MB."""
+    own, before = torch.zeros(7_500_000), (time.process_time(), time.thread_time())
+    work: Any = dist.all_reduce(own, async_op=True)
+    work.wait()
+    assert work.is_completed()
+    return time.process_time() - before[0] - (time.thread_time() - before[1])
+
+
 def test_messages_over_gloo_take_the_processors_time() -> None:
     """In a thread, as long as was measured for so many bytes; the message has not ended before."""
     links = Links(parse_cluster("2xCPU", hosts=1), processor=1e-9)
     with register(links.line):
         dist.init_process_group("rehearsal", rank=0, world_size=2, store=dist.HashStore())
-        own, before = torch.zeros(7_500_000), (time.process_time(), time.thread_time())  # 30 MB are sent
-        work: Any = dist.all_reduce(own, async_op=True)
-        work.wait()
-        spent = time.process_time() - before[0], time.thread_time() - before[1]
-        assert work.is_completed()
-        assert 0.03 <= spent[0] - spent[1] < 0.04
-        links.is_free = True
-        assert links.reserve(Collective("all-gather", 2**30, 2, 1), 0.0)[2] == 0
-        dist.destroy_process_group()
+        try:
+            spent = [_processor_time_of_a_message() for _ in range(5)]
+            links.is_free = True
+            assert links.reserve(Collective("all-gather", 2**30, 2, 1), 0.0)[2] == 0
+        finally:
+            dist.destroy_process_group()
+    assert 0.03 <= min(spent) < 0.04  # of a process whose other threads take time, too
     assert 1e-11 < processor_seconds() < 1e-8
 
 
