@@ -20,11 +20,7 @@ def float8_recipe(handlers: Mapping[str, Any], precision: PrecisionConfig) -> An
 
 
 def compute_in_float8(model: nn.Module, recipe: Any, say: Callable[[str], None], *, is_late: bool) -> None:
-    """Replace the linear layers that `recipe` selects in a model, unless there is none or a script has replaced some.
-
-    Raises:
-        ConfigError: the model is already sharded, which `is_late` says.
-    """
+    """Replace the linear layers that `recipe` selects, if there is one and the script has not replaced any."""
     if recipe is None or has_ao_layers(model):
         return
     if is_late:

@@ -82,10 +82,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self.memory.reuse()
 
     def begin(self, destination: Destination, complete: Callable[[Ranks], object]) -> None:
-        """Start to call `complete`, which writes a save, in the background. All ranks must call this.
-
-        The state must have been copied to `memory` after a call of `make_room`.
-        """
+        """Start to call `complete` in the background, after a copy to `memory`. All ranks must call this."""
         self._ranks = destination.ranks
         if self._background is None:
             self._background = self._ranks.apart()

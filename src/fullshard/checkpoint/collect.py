@@ -91,10 +91,7 @@ class StateReport(BaseModel):
 
 
 class RankReport(BaseModel):
-    """One rank's report on the files that it wrote.
-
-    `tensors` contains the dtype of each parameter or buffer, and the piece of it that the rank has written.
-    """
+    """One rank's report on the files that it wrote. `tensors` has the dtype of each tensor, and the piece written."""
 
     files: dict[str, FileRecord]
     tensors: dict[str, tuple[str, CodedPieceRecord | PieceRecord]]
@@ -102,10 +99,7 @@ class RankReport(BaseModel):
 
 
 class RankWriter:
-    """Collects and writes one rank's part of a save.
-
-    The constructor raises all errors that can be detected before anything is written.
-    """
+    """Collects and writes one rank's part of a save. It raises what errors it can before it writes."""
 
     def __init__(self, store: Store, rank: int, arguments: SaveArguments) -> None:
         model, optimizer = arguments["model"], arguments.get("optimizer")

@@ -93,11 +93,7 @@ class Readers:
     def fill_coded(
         self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, chunking: Chunking
     ) -> None:
-        """Read optimizer state into a tensor that the optimizer keeps as codes.
-
-        Codes of the same piece with the same coding are copied unchanged. Otherwise, the decoded values are encoded
-        again.
-        """
+        """Read state that the optimizer keeps as codes. Values saved with another coding are encoded again."""
         pieces = record.pieces if record.chunking == chunking else ()
         same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
         if same and isinstance(same[0], CodedPieceRecord):
@@ -162,10 +158,7 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A contiguous range of elements to copy from a piece.
-
-    `source` counts from the start of the piece, and `target` from the start of the wanted interval.
-    """
+    """A range to copy. `source` counts from the start of a piece, `target` from the start of the wanted interval."""
 
     piece: PieceRecord
     source: Interval

@@ -181,10 +181,7 @@ def _reservation(total_limit: int | None, *, overwrite: bool) -> Callable[[Locat
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> Pending:
-    """Do the part of a save that pauses training. All ranks must call this.
-
-    If `memory` is given, the state is copied to it, so that training can continue before the state is written.
-    """
+    """Do the part of a save that pauses training, and copy the state to `memory` if given. All ranks must call this."""
     total_limit, model = arguments.get("total_limit"), arguments["model"]
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
     if total_limit is not None and total_limit < 1:

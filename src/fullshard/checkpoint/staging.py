@@ -11,10 +11,7 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Host memory for copies of tensors. Each saved state is copied into one block.
-
-    Blocks are reused, because it takes longer to allocate the pages of a new block than to copy the tensors.
-    """
+    """Host memory for copies of tensors, one block per saved state. Blocks are reused, because allocation is slow."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []

@@ -1,7 +1,4 @@
-"""The `fullshard simulate` command, which runs the real engine as one rank of a job with thousands of ranks.
-
-It needs no data, and compares the engine's work with the planner's prediction.
-"""
+"""The `fullshard simulate` command: the real engine as one rank of many, compared with the planner's prediction."""
 
 import json
 from pathlib import Path

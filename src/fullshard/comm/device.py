@@ -38,10 +38,7 @@ def select(kind: str, local_rank: int) -> torch.device:
 
 
 def current() -> torch.device:
-    """Return this rank's accelerator, or the CPU if there is none.
-
-    If the process has not used a device yet, first select the device whose number the launcher set in `LOCAL_RANK`.
-    """
+    """Return this rank's accelerator, or the CPU if there is none. On first use, select the device of `LOCAL_RANK`."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return torch.device("cpu")

@@ -9,10 +9,7 @@ from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Work, own_i
 
 
 class ResizedBuffer(FullBuffer):
-    """A buffer in private memory, which is freed by resizing its storage.
-
-    Other ranks never read the main weights. They read a copy, which is made when the gather is launched.
-    """
+    """A buffer in private memory, freed by resizing its storage. Other ranks read a copy of the main weights."""
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives, self._packing = collectives, spec.packing

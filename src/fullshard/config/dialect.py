@@ -175,14 +175,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The table of the keys that one tool or one kind of file uses.
-
-    Attributes:
-        name: The name of the tool or file that uses these keys, for messages.
-        keys: The rows of the table.
-        prefix: An optional prefix of the keys.
-        finish: A function that is called with the complete reading, to apply rules that depend on several keys.
-    """
+    """The keys that one tool or one kind of file uses. `finish` applies rules that depend on several keys."""
 
     name: str
     keys: tuple[Key, ...]

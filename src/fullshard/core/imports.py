@@ -97,10 +97,7 @@ class _Finder(MetaPathFinder):
 
 @dataclass(eq=False, slots=True)
 class Replaced:
-    """A function of another library that fullshard replaces because the library has no hook.
-
-    `torchs` is the original function, usually torch's. `name` is its name in `owner`, which is a module or a class.
-    """
+    """A function of another library that fullshard replaces. `torchs` is the original, called `name` in `owner`."""
 
     owner: Any
     name: str

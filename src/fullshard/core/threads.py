@@ -24,10 +24,7 @@ _STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKe
 def start_thread(
     name: str, body: Callable[..., object], arguments: tuple[object, ...], stop: Callable[[], object]
 ) -> Thread:
-    """Start a daemon thread. `stop` is called to end the thread before the interpreter shuts down.
-
-    `body` must not hold a reference to any object that stops the thread when it is deleted.
-    """
+    """Start a daemon thread, which `stop` ends at exit. `body` must not refer to what stops it when deleted."""
     rest_at_exit()
     thread = Thread(target=body, args=arguments, name=name, daemon=True)
     _STOPS[thread] = stop
@@ -37,10 +34,7 @@ def start_thread(
 
 @functools.cache
 def rest_at_exit() -> None:
-    """Register an exit handler that stops all threads from `start_thread` and waits for Gloo's threads.
-
-    Exit handlers run in reverse order, so handlers that a script registers later can still use the threads.
-    """
+    """Register an exit handler that stops these threads and waits for Gloo's. It runs after handlers of scripts."""
     atexit.register(_rest)
 
 

@@ -98,10 +98,7 @@ class Backward:
         self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
     def reduce_if_kept(self) -> None:
-        """Reduce the unsharded gradients that earlier backward passes kept, as at the end of a backward pass.
-
-        All ranks must call this.
-        """
+        """Reduce the gradients that earlier backward passes kept, as at the end of one. All ranks must call this."""
         if not self._has_kept:
             return
         if self.is_under_way:  # it would treat the reduction as part of itself

@@ -89,10 +89,7 @@ class ParameterKind:
         return [self.plain(parameter)]
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        """Return a parameter that has been moved to another device.
-
-        It is the same object unless torch cannot move it in place, as with some plug-in devices.
-        """
+        """Return a parameter on another device. It is the same object unless torch cannot move it in place."""
         plain = self.plain(parameter)
         data = plain.to(device)
         if torch_private.may_hold(plain, data):

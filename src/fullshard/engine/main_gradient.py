@@ -130,10 +130,7 @@ class MainGradient:
         return self._dtype == self._spec.dtype or _versions(grads) == self._versions
 
     def release_if_cleared(self) -> None:
-        """Free the memory once the script has set every `.grad` to None.
-
-        The memory is kept while a backward adds to it. `publish_early` then reports what the script has done.
-        """
+        """Free the memory once the script has set every `.grad` to None and no backward adds to it."""
         if self.tensor is not None and not self.is_ahead and not self._has_any():
             self.tensor = self._rounded = None
             self._published, self._versions = [], []

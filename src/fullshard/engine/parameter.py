@@ -177,10 +177,7 @@ def local_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """Return the sharded parameter that replaces an original parameter.
-
-    Return None if no unit owns the original, or if its unit is on the meta device.
-    """
+    """Return the sharded parameter for an original, or None if no unit owns it or its unit is on the meta device."""
     found = stands_for(parameter)
     return found if isinstance(found, ShardedParameter) else None
 

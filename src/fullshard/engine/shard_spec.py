@@ -84,12 +84,7 @@ class ReductionSettings:
 
 
 class CodedPart(torch.Tensor):
-    """A rank's part of a tensor that is stored in a coded form, such as codes with scales.
-
-    Attributes:
-        form: the storage form.
-        parts: the 1-D tensors from which a subclass is built, keyed by their names in the form.
-    """
+    """A rank's part of a tensor in a stored form. `parts` has the 1-D tensors by their names in the form."""
 
     form: StoredForm
     parts: Mapping[str, torch.Tensor]

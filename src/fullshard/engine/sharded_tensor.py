@@ -15,10 +15,7 @@ from fullshard.engine.shard_spec import RowSpec, ShardSpec
 
 
 class SpreadTensor(DTensor):
-    """A DTensor that is distributed over the ranks of a spec. Each rank stores part or all of it.
-
-    `spec` belongs to a parameter, or to the parameter from which the tensor was computed.
-    """
+    """A DTensor over the ranks of a parameter's spec, or of a tensor computed from it. Each rank stores part or all."""
 
     spec: ShardSpec
 

@@ -91,10 +91,7 @@ class Unit(UnitParameters):
         self._gradient_hooks.watch(self, bucket)
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one of the unit's modules with the hooks that run around the module's forward.
-
-        If a forward of the unit is in progress, the method is called without these hooks.
-        """
+        """Call a method of a module with the hooks of its forward, unless a forward of the unit is in progress."""
         if self._running and not self.is_at_rest:
             return method(*args, **kwargs)
         try:

@@ -126,10 +126,7 @@ class UnitParameters:
         return any(place in bucket.storage_ids and not bucket.shares_main for bucket in self.buckets)
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
-        """Launch the all-gathers of the unit if its parameters are sharded.
-
-        With `exactly`, the values are sent unrounded (see `FullBuffer.gather`).
-        """
+        """Launch the all-gathers of the unit if it is sharded. With `exactly`, the values are sent unrounded."""
         if self.state is not UnitState.SHARDED:
             return
         for tell in self.schedule.extensions.before_gather:

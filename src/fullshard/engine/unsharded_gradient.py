@@ -62,10 +62,7 @@ class UnshardedGradient:
         return len(self.fired) >= self.expected
 
     def collect(self, index: int, parameter: torch.Tensor) -> bool:
-        """Move the new `.grad` of parameter `index`, if it has one, into `full`. Return whether the bucket is complete.
-
-        If a gradient of this parameter has been collected before, the new one is added to it.
-        """
+        """Add the new `.grad` of parameter `index`, if it has one, to `full`. Return whether the bucket is complete."""
         grad = parameter.grad
         if grad is None:
             return False

@@ -61,11 +61,7 @@ def keep_unsharded(
 
 
 def keep_head(head: nn.Module) -> None:
-    """Keep the unit of `head` unsharded after forward. It runs last in forward, so backward needs it first.
-
-    Raises:
-        LifecycleError: The module is not a unit.
-    """
+    """Keep the unit of `head` unsharded after forward, because backward needs it first. The head must be a unit."""
     require_unit(head).frees_after_forward = False
 
 

@@ -1,7 +1,4 @@
-"""Read the hosts of a job from Slurm's variables.
-
-With these variables, `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags.
-"""
+"""Read a job's hosts from Slurm's variables: `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags."""
 
 import re
 from collections.abc import Mapping

@@ -37,10 +37,7 @@ def require_plots() -> None:
 
 
 def rehearsal_chart(found: Mapping[str, Any], target: Path | None = None) -> str:
-    """Draw the answer of `fullshard rehearse`: the peaks of the phases, and a step with its links and without.
-
-    Write the chart to `target`, or return it as `line_chart` does.
-    """
+    """Draw the peaks of a rehearsal's phases, and a step with its links and without. Return it as `line_chart` does."""
     matplotlib, phases, limit = importlib.import_module("matplotlib"), found["phases"], found["memory"] / GIB
     with matplotlib.rc_context({**_LOOK, "svg.hashsalt": "fullshard"}):
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 2.6), layout="constrained")

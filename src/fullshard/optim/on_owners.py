@@ -32,7 +32,7 @@ class OnOwners(MatricesWithAdamW):
     single process.
 
     Args:
-        params: see `MatricesWithAdamW`.
+        params: see `Muon`.
         optimizer: a class that updates a parameter only from its weights, its gradient and its state. Its `step` must
             not need a closure.
         whole_parameters: see above.
@@ -67,10 +67,7 @@ class OnOwners(MatricesWithAdamW):
 
     @property
     def sent_as(self) -> torch.dtype:  # type: ignore[override]
-        """Return the dtype in which matrices are sent to their owners and updated.
-
-        It is float64 if any matrix has this dtype, and float32 otherwise.
-        """
+        """Return the dtype in which matrices are sent and updated: float64 if any matrix has it, or else float32."""
         is_double = any(parameter.dtype == torch.float64 for parameter in self._members())
         return torch.float64 if is_double else torch.float32
 

@@ -40,10 +40,7 @@ class MatricesWithAdamW(MatrixOptimizer):
     """Updates hidden matrices with the subclass's algorithm and all other parameters with AdamW.
 
     Args:
-        params: a model, whose parameters `MatrixRule` assigns; or parameters or parameter groups, in the form that
-            torch's optimizers take. AdamW updates a group with `algorithm="adamw"`. A group with `flatten=True`
-            contains convolutions. Without `flatten`, a parameter with three dims is a batch of matrices. A parameter
-            with more dims is always flattened.
+        params: see `Muon`.
         defaults: default options for groups of matrices.
         adamw: see `AdamWOptions`.
 
@@ -97,10 +94,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as torch does.
-
-        The keys `algorithm` and `flatten` of a group have the meaning that the class describes.
-        """
+        """Add a parameter group as torch does. `Muon` describes the keys `algorithm` and `flatten`."""
         if param_group.get("algorithm") == "adamw":
             param_group = {**self._adamw_defaults, **param_group}
         super().add_param_group(param_group)

@@ -452,10 +452,7 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
 
 
 def look_ahead(arguments: TrainArguments) -> list[Location]:
-    """Return the complete checkpoints from which the run can resume, newest first.
-
-    Before that, raise an error for settings that would otherwise fail only at the end of the run.
-    """
+    """Return the checkpoints to resume from, newest first. Raise early what would fail only at the end of the run."""
     if arguments.plot:
         require_plots()
     if arguments.model is not None:

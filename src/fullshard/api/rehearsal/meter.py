@@ -44,10 +44,7 @@ LOAD, FORWARD, BACKWARD, OPTIMIZER = "load and first forward", "forward", "backw
 
 
 class Meter:
-    """Measures the script that this process runs from now on.
-
-    Half of the steps after the warm-up run with free links. What that saves is the exposed communication.
-    """
+    """Measures the script from now on. Half of the steps have free links, which shows the exposed communication."""
 
     def __init__(self, links: Links, steps: int | None, cluster: Cluster) -> None:
         self._links, self._last, self._cluster, self._always_free = links, steps, cluster, links.is_free

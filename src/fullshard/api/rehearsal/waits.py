@@ -71,11 +71,7 @@ def replacements() -> dict[Replaced, Callable[..., Any]]:
 
 
 def note(what: str) -> None:
-    """Record that the main thread has asked for a value that only another rank can change.
-
-    Raises:
-        CommunicationError: it has asked too often without another message in between.
-    """
+    """Record that the main thread asks for a value of another rank. Raise a `CommunicationError` if it never stops."""
     if threading.current_thread() is not threading.main_thread():
         return
     now = time.monotonic()

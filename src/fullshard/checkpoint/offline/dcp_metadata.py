@@ -55,10 +55,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredObject:
-    """An entry of the state dict: a tensor or a Python value.
-
-    A tensor is stored in one or more boxes. A Python value is stored in one box without sizes, and its `dtype` is None.
-    """
+    """An entry of the state dict: a tensor in one or more boxes, or a Python value in one box without sizes."""
 
     directory: Path
     path: tuple[str | int, ...]

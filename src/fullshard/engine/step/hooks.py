@@ -19,11 +19,7 @@ from fullshard.engine.storage import by_storage
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Reject an optimizer that cannot work on sharded parameters.
-
-    Raises:
-        OptimizerError: It holds original parameters, which never get a gradient, or an extension rejects it.
-    """
+    """Raise `OptimizerError` if an extension does, or if an optimizer holds originals, which never get a gradient."""
     for schedule in dict.fromkeys(parameter.bucket.owner.schedule for parameter in sharded_parameters(optimizer)):
         for check in schedule.extensions.check_optimizer:
             check(optimizer)

@@ -32,10 +32,7 @@ def digest(model: Schedule) -> int:
 
 
 def find_difference(model: Schedule) -> None:
-    """Find the parameter that differs between replicas, and raise a `ReplicaError` about it on all ranks.
-
-    Return normally if only the padding between parameters differs. This is a collective.
-    """
+    """Raise a `ReplicaError` on all ranks if a parameter differs between replicas. This is a collective."""
     mesh, names, odd, is_even = model.mesh, dict[str, None](), dict[int, str](), False
     found = mesh.all_gather_object((mesh.rank, mesh.shard_rank, this_process(), _hashes(model)))
     for column in range(mesh.shard_size):

@@ -1,7 +1,4 @@
-"""Helpers for the arguments of a torch kernel.
-
-They find the tensors among the arguments and those that the kernel writes to, and refuse unsupported combinations.
-"""
+"""Find the tensors among a torch kernel's arguments, and refuse combinations that are not supported."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

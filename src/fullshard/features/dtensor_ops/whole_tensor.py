@@ -1,7 +1,4 @@
-"""Tensors that are complete on every rank.
-
-They are results computed from sharded tensors, or copies in place of views that a sharded tensor cannot have.
-"""
+"""Tensors that are complete on every rank: results of sharded tensors, and copies in place of views."""
 
 from __future__ import annotations
 

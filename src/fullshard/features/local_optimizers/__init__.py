@@ -1,7 +1,4 @@
-"""Optimizers of bitsandbytes and torchao.
-
-They update plain tensors, and can store their state in 4 or 8 bits.
-"""
+"""Optimizers of bitsandbytes and torchao, which update plain tensors and can store their state in 4 or 8 bits."""
 
 from fullshard.features.local_optimizers.adapters import Bitsandbytes, Torchao
 

@@ -22,10 +22,7 @@ _PLAIN = "_fullshard_plain"
 
 
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """Return this rank's part of a sharded parameter as a plain parameter.
-
-    Repeated calls return the same object. The plain parameter is flat, unless the parameter is sharded by rows.
-    """
+    """Return this rank's part as a plain parameter, always the same object. It is flat unless sharded by rows."""
     plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
     if plain is None:
         plain = nn.Parameter(parameter.local, requires_grad=parameter.requires_grad)

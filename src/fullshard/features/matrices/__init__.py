@@ -1,7 +1,4 @@
-"""Complete matrices for optimizers.
-
-Each matrix is assembled on the rank that owns it. The owner computes the update and sends each rank its piece.
-"""
+"""Complete matrices for optimizers. The rank that owns a matrix computes its update and sends each rank a piece."""
 
 from fullshard.features.matrices.exchange import WholeMatrices
 from fullshard.features.matrices.optimizer import MatrixAdapter, MatrixOptimizer

@@ -1,7 +1,4 @@
-"""Optimizers that need complete matrices of sharded parameters.
-
-The base class here assigns each matrix to an owner rank, which can also keep state for it.
-"""
+"""Optimizers that need complete matrices of sharded parameters. An owner rank computes with each matrix."""
 
 from typing import Any, ClassVar
 

@@ -1,7 +1,4 @@
-"""Storage of shards that are partly in host memory.
-
-It determines where each tensor is kept and when it is copied.
-"""
+"""Storage of shards that are partly in host memory: where each tensor is kept, and when it is copied."""
 
 import functools
 import itertools

@@ -12,10 +12,7 @@ _MARK = "_fullshard_form"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The form in which one weight is stored at rest.
-
-    `is_transposed` means that blocks run along the second-to-last dim, as in the experts of gpt-oss.
-    """
+    """The form of a weight at rest. With `is_transposed`, blocks run along the second-to-last dim (gpt-oss)."""
 
     form: str
     is_transposed: bool = False

@@ -1,7 +1,4 @@
-"""Collectives that use shared memory, for ranks that compute on the CPUs of one host.
-
-New memory pages are expensive on a CPU, and the ranks of one host can read each other's memory.
-"""
+"""Collectives that use shared memory, for ranks that compute on the CPUs of one host."""
 
 import torch
 import torch.distributed as dist
@@ -16,10 +13,7 @@ __all__ = ["share_memory"]
 
 
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> Candidate | str:
-    """Return collectives that use shared memory, or the reason why the group cannot use them; see `Backend`.
-
-    Setting `FULLSHARD_COMM=gloo` on any rank disables them.
-    """
+    """Return collectives in shared memory, or the reason why they cannot be used. See `Backend`."""
     if device.type != "cpu":
         return "only host memory is shared"
     if torch_private.backend_of(group, device) is None:

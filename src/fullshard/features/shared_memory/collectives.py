@@ -40,10 +40,7 @@ MAX_BUFFERS = 2**16
 
 
 class SharedMemoryCollectives(GlooCollectives):
-    """Collectives for ranks on one host. They do not send messages, so they do not pack values.
-
-    All-reduce, which is used along the replicate axis, still uses Gloo.
-    """
+    """Collectives for ranks on one host, which send nothing. All-reduce, for the replicate axis, still uses Gloo."""
 
     sends = False
     widens = True

@@ -1,7 +1,4 @@
-"""Wrappers for methods of Transformers and PEFT models that need unsharded parameters or would replace parameters.
-
-Each module of a sharded model that has such a method gets a wrapper around it.
-"""
+"""Wrappers for methods of Transformers and PEFT models that need unsharded parameters or would replace them."""
 
 import contextlib
 import functools

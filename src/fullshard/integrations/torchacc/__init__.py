@@ -1,7 +1,4 @@
-"""TorchAcc's interface, implemented on fullshard's engine. Scripts import it as `fullshard.torchacc`.
-
-See `docs/torchacc.md`.
-"""
+"""TorchAcc's interface on fullshard's engine. Scripts import it as `fullshard.torchacc`; see `docs/torchacc.md`."""
 
 from __future__ import annotations
 

@@ -48,10 +48,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def require_scaler(model: nn.Module) -> None:
-    """Make every optimizer raise an error if it updates `model` without a loss scaler.
-
-    Without a scaler, small float16 gradients would underflow to zero.
-    """
+    """Make every optimizer refuse to update `model` without a loss scaler: small float16 gradients would underflow."""
     reference = weakref.ref(model)
 
     def check(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -9,10 +9,7 @@ from fullshard.api.state import ProcessState, launched_device
 
 
 def joined() -> ProcessState:
-    """Return this process's place in the job.
-
-    If a launcher started this process and it has not joined the job yet, join the job first.
-    """
+    """Return this process's place in the job. If a launcher started the process, it joins the job first."""
     return ProcessState.start(device=launched_device())
 
 

@@ -109,19 +109,12 @@ class TrainerAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Do nothing.
-
-        Accumulating gradients over micro-batches needs no extra memory, because every micro-batch is reduced into the
-        sharded gradient.
-        """
+        """Do nothing: every micro-batch is reduced into the sharded gradient, so accumulation needs no extra memory."""
         yield
 
     @property
     def state_dict_type(self) -> str:
-        """Return the requested kind of state dict: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
-
-        Scripts choose it by setting `state_dict_type` on the Accelerator's FSDP plugin.
-        """
+        """Return the kind of state dict that the script set on the Accelerator's FSDP plugin."""
         return self._state_dict_type()
 
     @property

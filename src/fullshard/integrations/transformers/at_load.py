@@ -43,10 +43,7 @@ _REFUSED = (
 
 
 def replace_from_pretrained(modeling: Any) -> None:
-    """Replace `PreTrainedModel.from_pretrained`, so that fullshard loads models that have a `distributed_config`.
-
-    `modeling` is the module `transformers.modeling_utils`.
-    """
+    """Make Transformers' `from_pretrained` in `modeling` load models with a `distributed_config` with fullshard."""
     cls = modeling.PreTrainedModel
     theirs = cls.from_pretrained.__func__
 

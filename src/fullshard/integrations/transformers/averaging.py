@@ -66,10 +66,7 @@ def averages_of(trainer: Any) -> list[EMA]:
 
 
 def announce_averages(trainer: Any) -> None:
-    """Tell the callbacks that keep averages that this Trainer will save the averages.
-
-    Raises `ConfigError` if a callback is TRL's `BEMACallback`, which does not support sharded weights.
-    """
+    """Tell callbacks that their averages will be saved. TRL's `BEMACallback` does not support sharded weights."""
     if any(cls.__name__ == "BEMACallback" for each in trainer.callback_handler.callbacks for cls in type(each).__mro__):
         raise ConfigError(
             "TRL's BEMACallback copies unsharded weights, but each rank only has a part of them",

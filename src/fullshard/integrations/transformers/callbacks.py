@@ -1,7 +1,4 @@
-"""A callback for Trainer that records events and steps, and stops the run after a signal.
-
-Before training, it also checks that the disk has enough free space for the checkpoints.
-"""
+"""A callback for Trainer that checks disk space, records events and steps, and stops the run after a signal."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -165,11 +165,7 @@ class ShardedTraining:
             raise
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step.
-
-        Return no batches if all steps are done: Trainer would otherwise do one more step after it resumed at the end of
-        a run.
-        """
+        """Return the batches of a step, or none if all are done: a resumed Trainer would do one step more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
@@ -239,10 +235,7 @@ class ShardedTraining:
         return 1
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer as Transformers does, with one exception.
-
-        For `optim="adafactor"`, each parameter has one rank that owns the unsharded parameter and updates it.
-        """
+        """Create Transformers' optimizer. With Adafactor, one rank owns and updates each unsharded parameter."""
         from transformers.optimization import Adafactor
 
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]

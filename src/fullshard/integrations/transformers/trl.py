@@ -1,7 +1,4 @@
-"""Changes to TRL for sharded models.
-
-TRL uses parameters outside the forwards of its trainers, where every rank has to take part in gathering them.
-"""
+"""Changes to TRL, which uses parameters outside the forwards of its trainers, where all ranks must gather them."""
 
 import contextlib
 import functools
@@ -23,10 +20,7 @@ _Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 
 def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
-    """Gather the weight of the teacher model's output head during a step.
-
-    TRL multiplies by this weight outside the teacher's forward, where it is not gathered automatically.
-    """
+    """Gather the weight of the teacher's head during a step, because TRL multiplies by it outside a forward."""
     teacher = getattr(trainer, "teacher_model", None)
     if not isinstance(teacher, nn.Module) or not hasattr(trainer, "_forward_redirection") or not is_sharded(teacher):
         return contextlib.nullcontext()

@@ -272,10 +272,7 @@ def _in_bf16(forward: Any) -> Any:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a nested value in which `change` has been applied to every tensor.
-
-    The value may consist of tuples, lists, and mappings, including Transformers' outputs.
-    """
+    """Return a nested value, such as an output of Transformers, with `change` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
