@@ -281,7 +281,7 @@ def _offline(arguments: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name, words in {
         "inspect": ["inspect", root / "kept"],
-        "consolidate": ["consolidate", root / "kept", root / "out"],
+        "consolidate": ["export", root / "kept", root / "out", "--to", "safetensors"],
         "export": ["export", root / "kept", root / "out", "--config-from", base],
     }.items():
         done = subprocess.run(

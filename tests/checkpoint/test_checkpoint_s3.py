@@ -401,7 +401,7 @@ def test_commands_of_users(server: ObjectServer, bucket: str, tmp_path: Path) ->
         f"reshard {path} s3://{bucket}/run/b --world-size 3",
         f"diff {path} s3://{bucket}/run/b",
         f"reshard s3://{bucket}/run/b {path} --world-size 2 --overwrite",
-        f"consolidate {path} {tmp_path}/whole",
+        f"export {path} {tmp_path}/whole --to safetensors",
         f"import {tmp_path}/whole s3://{bucket}/run/c",
         f"diff {path} s3://{bucket}/run/c --model-only",
         f"prune s3://{bucket}/run --keep 1",

@@ -98,7 +98,7 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
     _run("reshard", saved, tmp_path / "three", "--world-size", 3)
     same = _run("diff", saved, tmp_path / "three")
     assert (same.exit_code, same.stdout.strip()) == (0, "no difference")
-    _run("consolidate", saved, tmp_path / "whole", "--dtype", "bfloat16")
+    _run("export", saved, tmp_path / "whole", "--to", "safetensors", "--dtype", "bfloat16")
     other = _run("diff", saved, tmp_path / "whole", "--model-only", "--json")
     assert other.exit_code == 1
     differences = json.loads(other.stdout)
@@ -109,14 +109,14 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
     assert value["max_abs"] == (weight - weight.bfloat16().float()).abs().max().item()
 
 
-def test_reshard_consolidate_import_there_and_back(saved: Path, tmp_path: Path) -> None:
+def test_reshard_export_import_there_and_back(saved: Path, tmp_path: Path) -> None:
     assert "note: random number generators" in _run("reshard", saved, tmp_path / "a", "--world-size", 4).stdout
     assert read_manifest(tmp_path / "a").world_size == 4
     with pytest.raises(CheckpointError, match="already exists"):
         _run("reshard", saved, tmp_path / "a", "--world-size", 4)
     _run("reshard", saved, tmp_path / "a", "--world-size", 1, "--overwrite")
     assert read_manifest(tmp_path / "a").world_size == 1
-    result = _run("consolidate", tmp_path / "a", tmp_path / "whole", "--max-shard-size", "500")
+    result = _run("export", tmp_path / "a", tmp_path / "whole", "--to", "safetensors", "--max-shard-size", "500")
     assert "wrote" in result.stdout
     assert len(list((tmp_path / "whole").glob("model-*-of-*.safetensors"))) > 1
     with pytest.raises(ConfigError, match="fullshard ckpt import"):
@@ -210,14 +210,14 @@ def test_the_current_directory_is_not_replaced(saved: Path, tmp_path: Path, monk
     (tmp_path / "work" / "mine").touch()
     monkeypatch.chdir(tmp_path / "work" / "here")
     for output in (".", "..", str(tmp_path / "work")):
-        for words in (("consolidate",), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
+        for words in (("export", "--to", "safetensors"), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
             with pytest.raises(CheckpointError, match="is the current directory or contains it"):
                 _run(*words, str(saved), output, "--overwrite")
     assert (tmp_path / "work" / "mine").exists()
 
 
 def test_what_the_source_lies_in_is_not_replaced(saved: Path) -> None:
-    for words in (("consolidate",), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
+    for words in (("export", "--to", "safetensors"), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
         with pytest.raises(
             CheckpointError, match=r"contains .*, which is being read, so replacing that directory would"
         ):
@@ -391,7 +391,7 @@ def test_copies_stay_within_their_memory_bound(tmp_path: Path) -> None:
     run_ranks(_large, 2, str(tmp_path / "ours"))
     grown = {}
     steps = [
-        ("consolidate", "ours", "whole"), ("reshard", "ours", "three"), ("dcp", "ours", "dcp"),
+        ("safetensors", "ours", "whole"), ("reshard", "ours", "three"), ("dcp", "ours", "dcp"),
         ("import", "dcp", "again"), ("import", "whole", "back"),
     ]  # fmt: skip
     for what, source, target in steps:
@@ -402,6 +402,6 @@ def test_copies_stay_within_their_memory_bound(tmp_path: Path) -> None:
     largest = max(file.stat().st_size for file in (tmp_path / "whole").iterdir()) / 2**20
     assert largest > 150
     assert all(value < 1.2 * largest for value in grown.values()), grown
-    assert grown["consolidate", "ours"] < 100
+    assert grown["safetensors", "ours"] < 100
     assert grown["reshard", "ours"] < 100
     assert set(load_file(tmp_path / "whole" / "model.safetensors")) == {f"{i}.weight" for i in range(40)}

@@ -209,9 +209,8 @@ _COMMANDS = [
     ["ckpt", "verify", WEB],
     ["ckpt", "diff", WEB, "b"],
     ["ckpt", "diff", "a", WEB],
-    ["ckpt", "consolidate", WEB, "out"],
-    ["ckpt", "consolidate", "a", URL],
-    ["ckpt", "consolidate", "a", "out", "--config-from", URL],
+    ["ckpt", "export", WEB, "out"],
+    ["ckpt", "export", "a", "out", "--config-from", URL],
     ["ckpt", "export", "a", URL],
     ["ckpt", "reshard", "a", WEB, "--world-size", "2"],
     ["ckpt", "import", WEB, "out"],
@@ -291,7 +290,7 @@ def test_home_is_the_same_at_every_border(tmp_path: Path, monkeypatch: pytest.Mo
     assert accelerator.project_dir == str(home / "project")
     assert sorted(path.name for path in home.iterdir()) == ["exported", "project", "state", "weights"]
     assert CliRunner().invoke(app, ["ckpt", "verify", "~/state"]).exit_code == 0
-    assert CliRunner().invoke(app, ["ckpt", "consolidate", "~/state", "~/whole"]).exit_code == 0
+    assert CliRunner().invoke(app, ["ckpt", "export", "~/state", "~/whole", "--to", "safetensors"]).exit_code == 0
     assert (home / "whole" / "model.safetensors").is_file()
     assert TrainArguments.of({"output_dir": "~/run", "model": "~/whole"}).output_dir == home / "run"
     assert list(elsewhere.iterdir()) == []

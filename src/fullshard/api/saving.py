@@ -190,13 +190,13 @@ def save(
     if whole_weights and saver is not None:
         raise ConfigError(
             "FULL_STATE_DICT cannot be saved in the background, because the ranks must gather the weights first",
-            hint="use SHARDED_STATE_DICT and `fullshard ckpt consolidate`, or let training wait",
+            hint="use SHARDED_STATE_DICT and `fullshard ckpt export`, or let training wait",
         )
     if isinstance(path, ObjectPath) and (whole_weights or form != "native"):
         what = "FULL_STATE_DICT" if whole_weights else f"checkpoint.format = {form}"
         raise ConfigError(
             f"{what} adds files for other libraries to the checkpoint, which is not possible in {path}",
-            hint="save SHARDED_STATE_DICT there; fullshard ckpt consolidate and export create such files from it",
+            hint="save SHARDED_STATE_DICT there; fullshard ckpt export creates such files from it",
         )
     if saver is not None:
         saver.make_room()

@@ -133,33 +133,15 @@ def diff(
 
 
 @app.command()
-def consolidate(
-    checkpoint: _Checkpoint,
-    output: Output,
-    *,
-    dtype: Dtype = None,
-    max_shard_size: MaxShardSize = "5GB",
-    config_from: _ConfigFrom = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Write the unsharded model to safetensors files.
-
-    Large tensors are copied in pieces, so that at most 16 MiB of a tensor is in memory at a time.
-    """
-    options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
-    _weights(checkpoint, output, **options)
-
-
-@app.command()
 def export(
     checkpoint: _Checkpoint,
     output: Output,
     *,
     to: Annotated[
-        Literal["hf", "dcp", "torch", "torchtitan"],
+        Literal["hf", "safetensors", "dcp", "torch", "torchtitan"],
         typer.Option(
-            help="hf: a Hugging Face directory. dcp: torch's format with the optimizer, in the layout of "
-            "Accelerate and Trainer. torch, torchtitan: the same in the layout of plain torch or torchtitan."
+            help="hf: a Hugging Face directory. safetensors: the tensors, unchanged. dcp: torch's format with the "
+            "optimizer, in the layout of Accelerate and Trainer. torch, torchtitan: the same in their layout."
         ),
     ] = "hf",
     dtype: Dtype = None,
@@ -171,19 +153,24 @@ def export(
 
     At most 16 MiB of a tensor is in memory at a time, unless the source format requires whole tensors to be read.
     """
-    if to == "hf":
-        options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
-        _weights(checkpoint, output, needs_config=True, **options)
-        return
-    if config_from is not None:
-        raise ConfigError("--config-from has no effect with torch's format, which does not store a configuration")
-    from fullshard.checkpoint.offline import write_dcp
+    from fullshard.checkpoint.offline import write_dcp, write_weights
     from fullshard.checkpoint.shards import parse_dtype
 
-    with _open(checkpoint) as source:
-        layout = "accelerate" if to == "dcp" else to
-        write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite)
+    is_torchs, copied = to not in ("hf", "safetensors"), list[str]()
+    if is_torchs and config_from is not None:
+        raise ConfigError("--config-from has no effect with torch's format, which does not store a configuration")
+    with _open(checkpoint, optimizer=is_torchs) as source:
+        if to == "hf" or to == "safetensors":
+            copied = write_weights(
+                source, output, dtype=dtype, max_shard_size=max_shard_size, config_from=config_from,
+                needs_config=to == "hf", overwrite=overwrite,
+            )  # fmt: skip
+        else:
+            layout = "accelerate" if to == "dcp" else to
+            write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite)
     _done(output)
+    if copied:
+        _say(f"copied: {', '.join(copied)}")
 
 
 @app.command()
@@ -258,16 +245,6 @@ def prune(
     if not (found.kept or found.removed or found.damaged):
         raise ConfigError(f"{directory} contains no checkpoints", hint="pass the directory that they are saved into")
     _say(f"{len(found.kept)} intact checkpoints are kept")
-
-
-def _weights(checkpoint: str, output: Path, **options: Any) -> None:
-    from fullshard.checkpoint.offline import write_weights
-
-    with _open(checkpoint, optimizer=False) as source:
-        copied = write_weights(source, output, **options)
-    _done(output)
-    if copied:
-        _say(f"copied: {', '.join(copied)}")
 
 
 def _native(checkpoint: str | Location, output: str | Location, *, with_optimizer: bool = True, **options: Any) -> None:

@@ -117,10 +117,7 @@ def write_weights(
         if adapter := next((name for name in names if ".lora_" in name or ".base_layer." in name), None):
             raise CheckpointError(
                 f"{source.path} contains adapters ({adapter!r}), so its tensor names are not those of a plain model",
-                hint=(
-                    "merge them into the base model with `fullshard merge`, or write the tensors unchanged with "
-                    "`consolidate`"
-                ),
+                hint="merge them with `fullshard merge`, or write the tensors unchanged with `--to safetensors`",
             )
         source = _in_stored_form(source, copied[0].parent)
     records = {name: cast_record(record, cast) for name, record in source.contents.model.items()}
