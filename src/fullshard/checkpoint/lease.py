@@ -26,7 +26,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, at_exit, read_sma
 from fullshard.checkpoint.storage import unheld
 from fullshard.core.errors import ConfigError, StoreError, cut, printable
 from fullshard.core.files import parse_object
-from fullshard.core.process import this_machine
+from fullshard.core.process import stat_of, this_machine
 
 LEASE_NAME = ".lease.json"
 _LONGEST_NBYTES = 1 << 16
@@ -179,7 +179,7 @@ def _new() -> bytes:
 def _born(pid: Any) -> str:
     """Return an id that no other process with this pid has, on any host, or an empty string if it is unknown."""
     with contextlib.suppress(OSError, IndexError):
-        return f"{this_machine()} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+        return f"{this_machine()} {stat_of(pid)[19]}"
     return ""
 
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 _NBYTES = 512
@@ -18,6 +19,14 @@ def this_machine() -> str:
     """Return the boot ID and PID namespace. Processes that share both can see each other's process IDs."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def stat_of(pid: int) -> Sequence[str]:
+    """Return what the kernel says of a process after its name, beginning with its state; "X" if it does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X"]
 
 
 def is_of_script(file: str) -> bool:

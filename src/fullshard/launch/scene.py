@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.process import is_of_script, read_status
+from fullshard.core.process import is_of_script, read_status, stat_of
 from fullshard.launch.bootstrap import STACK_SIGNAL
 
 _NOTICE_SECONDS = 1.0
@@ -63,7 +63,7 @@ class Scene:
         self.ended |= set(running) - finished
         self.done |= {process.pid for process in processes.values() if process.poll() == 0} | finished
         asked = [pid for pid in running if (self._directory / f"stack-{pid}").is_file()]
-        self._stopped |= {pid for pid in running if _state(pid) in "Tt"}
+        self._stopped |= {pid for pid in running if stat_of(pid)[0] in "Tt"}
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 if pid in asked:
@@ -121,11 +121,3 @@ class Scene:
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.02)
-
-
-def _state(pid: int) -> str:
-    """Return the one-letter state of a process from the kernel, or a question mark if it is unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"

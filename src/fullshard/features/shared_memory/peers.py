@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.waiting import PROGRESS
 from fullshard.config.switches import COMM
-from fullshard.core.process import this_machine
+from fullshard.core.process import stat_of, this_machine
 
 FILE_NBYTES = 2**46
 """Larger than the memory of any host, but small enough for every rank to map a part of each file."""
@@ -71,7 +71,8 @@ class Peers:
                 continue
             next_check = now + _SECONDS_BETWEEN_CHECKS
             for rank, pid in enumerate(self._pids):
-                if _has_ended(pid) and not is_done():  # it may have finished its part before it ended
+                # A zombie has ended, too. A rank may have finished its part before it ended.
+                if stat_of(pid)[0] in "ZX" and not is_done():
                     raise RuntimeError(f"rank {rank} of the group (process {pid}) has ended")
             if PROGRESS.given_up:
                 raise RuntimeError(PROGRESS.given_up)
@@ -157,12 +158,3 @@ def _offer() -> _Offer:
 def _close(files: set[int]) -> None:
     for file in files:
         os.close(file)
-
-
-def _has_ended(pid: int) -> bool:
-    """Return whether a process does not exist, or is a zombie that its parent has not reaped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
