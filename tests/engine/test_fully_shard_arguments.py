@@ -385,7 +385,7 @@ def test_children_are_sharded_before_what_is_around_them(device: str) -> None:
 
     around = fully_shard(made())
     with pytest.raises(
-        WrapError, match=r"Linear\.weight is already sharded as 1\.0\.weight(.|\n)*on inner modules before"
+        WrapError, match=r"Linear\.weight is already sharded as 1\.0\.weight(.|\n)*shard inner modules before"
     ):
         fully_shard(around[1])
     tied_late, tied = made(), made()

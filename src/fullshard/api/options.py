@@ -70,10 +70,7 @@ def _check_process_group(handler: Any) -> None:
     if handler.backend not in (None, "nccl", "gloo", "cpu:gloo,cuda:nccl"):
         raise ConfigError(
             f"InitProcessGroupKwargs.backend = {handler.backend!r} is not supported",
-            hint=(
-                "leave it unset to use nccl on CUDA and gloo on a CPU, or create the process group before the "
-                "Accelerator"
-            ),
+            hint="leave it unset (nccl on CUDA, gloo on a CPU), or create the process group before the Accelerator",
         )
 
 

@@ -88,10 +88,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise LifecycleError(
             f"{name} cannot be called on a sharded {type(self).__name__}, because its set of parameters is fixed",
-            hint=(
-                "add, load or delete adapters before Accelerator.prepare or Trainer; use set_adapter to switch "
-                "between them"
-            ),
+            hint="add, load or delete adapters before prepare or Trainer; switch between them with set_adapter",
         )
 
     return refuse

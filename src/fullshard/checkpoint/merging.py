@@ -122,10 +122,7 @@ def check_mergeable(model: nn.Module) -> None:
         if is_adapted_here and any(_is_quantised(p) for p in layer.parameters()):
             raise CheckpointError(
                 f"{path} is quantised, so merging would round its adapter to the precision of the quantised weights",
-                hint=(
-                    "save the adapter, then run `fullshard merge BASE ADAPTER OUT` to merge it into the unquantised "
-                    "base"
-                ),
+                hint="save the adapter, and merge it into the unquantised base: `fullshard merge BASE ADAPTER OUT`",
             )
 
 

@@ -257,10 +257,7 @@ class PretrainedWeights:
         if problems:
             raise CheckpointError(
                 f"the weights in {self.directory} do not match {type(self._base).__name__}:\n" + "\n".join(problems),
-                hint=(
-                    "load the class that was saved, or pass ignore_missing=True or ignore_mismatched_sizes=True to "
-                    "initialise these weights"
-                ),
+                hint="load the saved class, or pass ignore_missing=True or ignore_mismatched_sizes=True",
             )
         buffers = {p.name for p in absent if not isinstance(p.tensor, nn.Parameter)} - names
         for named, ignored, what in (

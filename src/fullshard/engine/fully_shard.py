@@ -213,10 +213,7 @@ def check_not_managed(plans: Iterable[UnitPlan]) -> None:
             raise WrapError(
                 f"the parameter at {places} is already sharded as {sharded.name}: either the module that contains it "
                 "was sharded first, or it was tied afterwards",
-                hint=(
-                    "call fully_shard on inner modules before the modules that contain them, and tie parameters "
-                    "before sharding"
-                ),
+                hint="shard inner modules before the modules that contain them, and tie parameters before sharding",
             )
         raise WrapError(
             f"the parameter at {places} is tied to {sharded.name}, which another unit already owns",

@@ -186,10 +186,7 @@ class Unit(UnitParameters):
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True (also used by "
                 "torch.func's grad, jacrev and hessian) would read parameters again after they were freed",
-                hint=(
-                    "run the forward, this backward and every backward through its result inside `with "
-                    "unsharded(model)`"
-                ),
+                hint="run the forward and every backward through its result inside `with unsharded(model)`",
             )
         self.schedule.backward.begin(self)
         if call.is_active:  # another output came first

@@ -83,10 +83,7 @@ class LateRegistration(Extension):
         raise LifecycleError(
             f"rank {self._units[-1].mesh.rank}: parameter {path} of shape {tuple(parameter.shape)} was added to the "
             f"model after it was sharded: {why}",
-            hint=(
-                "add modules, adapters and parameters, and tie or resize weights, before fully_shard, shard_model or "
-                "prepare"
-            ),
+            hint="add modules, adapters and parameters, and tie or resize weights, before the model is sharded",
         )
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -521,10 +521,7 @@ class RendezvousClient:
                     self.failed = True
                     raise CommunicationError(
                         f"no launcher answered at {_shown(self._where)} within {self._timeout:.0f} seconds: {error}",
-                        hint=(
-                            "start `fullshard launch` on the host with that address too, and open the port in the "
-                            "firewall"
-                        ),
+                        hint="start `fullshard launch` on that host too, and open the port in its firewall",
                     ) from None
                 if time.monotonic() > say_at:
                     say_at = float("inf")

@@ -84,10 +84,7 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
         raise LifecycleError(
             f"cannot convert {'a tensor' if held is None else held.name} to {kwargs['memory_format']}: each rank "
             "holds an interval of its elements, in the original order",
-            hint=(
-                "convert the model's inputs instead with x.to(memory_format=...); convolutions compute in the format "
-                "of their input"
-            ),
+            hint="convert the inputs with x.to(memory_format=...); convolutions compute in the format of their input",
         )
     target = target_of(args, kwargs) if torch_private.writes(func) else first_sharded((args, kwargs))
     if not isinstance(target, ShardedTensor) or not all(_fits(t, target.spec) for t in tensors_in((args, kwargs))):
@@ -197,10 +194,7 @@ def _check_laid_out(
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a {type(tensor).__name__} {tuple(tensor.shape)} "
                 f"placed as {tensor.placements} together with {beside.name}, which is placed as {beside.placements}",
-                hint=(
-                    "create the tensor from the parameter with torch.zeros_like(p) or p.detach().clone(), or change "
-                    "one tensor at a time"
-                ),
+                hint="make the tensor with torch.zeros_like(p) or p.detach().clone(), or change one tensor at a time",
             )
 
 

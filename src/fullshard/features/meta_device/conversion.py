@@ -76,10 +76,7 @@ def _applied(unit: Unit, fn: Function) -> _Applied:
             raise LifecycleError(
                 f"unit {unit.name!r}: cannot convert sharded parameters from {dtype} on {before} to {result.dtype} on "
                 f"{result.device}",
-                hint=(
-                    "move the model before sharding it, or call to_empty() to move it from the meta device to its own "
-                    "device"
-                ),
+                hint="move the model before sharding it, or call to_empty() to move it from the meta device",
             )
         return "real"
     return applied

@@ -160,10 +160,7 @@ class Pages:
             raise LifecycleError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {shape}{where} is at version {found}; expected version {saved.version} instead",
-                hint=(
-                    "change a copy of it; use torch.autograd.set_detect_anomaly(True) to find the operation that "
-                    "saved it"
-                ),
+                hint="change a copy; torch.autograd.set_detect_anomaly(True) finds the operation that saved it",
             )
         if block is None or view is None:
             return saved.tensor

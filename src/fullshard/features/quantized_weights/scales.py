@@ -131,10 +131,7 @@ def _mark(tensor: torch.Tensor) -> None:
 def _not_quantised(path: str, module: nn.Module) -> WrapError:
     return WrapError(
         f"the weight of {path or type(module).__name__}, a {type(module).__name__}, is not quantised yet",
-        hint=(
-            "move the model to its device first, even if that is the CPU (model.to('cpu')), because bitsandbytes "
-            "quantises it then"
-        ),
+        hint="first move the model to its device, even to the CPU (model.to('cpu')): bitsandbytes quantises it then",
     )
 
 

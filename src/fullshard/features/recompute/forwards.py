@@ -104,10 +104,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
             raise WrapError(
                 f"the {type(module).__name__} to compile is checkpointed selectively, which needs to see individual "
                 "operations",
-                hint=(
-                    "checkpoint the complete module or none of it: compiled graphs recompute cheap operations "
-                    "automatically"
-                ),
+                hint="checkpoint the complete module or nothing: compiled graphs recompute cheap operations",
             )
         if "_recomputed_forward" in module.__dict__:
             # Compile inside the checkpoint, which then calls one opaque function and is not traced.

@@ -206,10 +206,7 @@ def _refuse_to_send(tensor: object) -> None:
         raise LifecycleError(
             f"rank {tensor.spec.mesh.rank}: a collective was called with {tensor.name}, but each rank holds different "
             "elements of it",
-            hint=(
-                "remove the collective, because gradients are already averaged over all ranks; use .full_tensor() "
-                "for the complete tensor"
-            ),
+            hint="remove it: gradients are already averaged over all ranks, and .full_tensor() gathers the tensor",
         )
 
 
@@ -262,10 +259,7 @@ def _from_local(
         raise LifecycleError(
             f"rank {spec.mesh.rank} should hold {spec.interval.numel} elements of a tensor {tuple(shape)} with the "
             f"placement {ragged}, but got {local_tensor.numel()}",
-            hint=(
-                "pass as many elements as the parameter's to_local() has, or use distribute_tensor(whole, "
-                "p.device_mesh, p.placements)"
-            ),
+            hint="pass the elements of p.to_local(), or use distribute_tensor(whole, p.device_mesh, p.placements)",
         )
     _check_no_graph(local_tensor)
     return ShardedTensor(local_tensor.detach().reshape(spec.local_shape), spec)
@@ -374,10 +368,7 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
     return LifecycleError(
         f"rank {parameter.mesh.rank}: the autograd graph contains the unsharded parameter instead of sharded "
         f"parameter {parameter.name}",
-        hint=(
-            "use the unsharded parameters from model.parameters() inside `with unsharded(model)`, or call backward() "
-            "and read .grad"
-        ),
+        hint="use model.parameters() inside `with unsharded(model)`, or call backward() and read .grad",
     )
 
 
