@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
@@ -309,11 +309,8 @@ class Accelerator(Loaders, Reporting):
 
     def _divide_sequences(self, model: nn.Module) -> None:
         """Make a model compute on this rank's part of each sequence, if the configuration divides them."""
-        axes, config, mesh = (
-            self._config.parallelism,
-            self.state.parallelism_config,
-            cast("Any", self.torch_device_mesh),
-        )
+        axes, config = self._config.parallelism, self.state.parallelism_config
+        mesh: Any = self.torch_device_mesh
         if axes.cp_size > 1:
             prepare(model, config.cp_handler.cp_comm_strategy, mesh["cp"])
         if axes.sp_size > 1:

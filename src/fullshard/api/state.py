@@ -64,9 +64,8 @@ class GradientState(Theirs):  # type: ignore[misc]
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         loaders = self.dataloader_references
-        if places := [
-            place for place, each in enumerate(loaders) if each is dataloader
-        ]:  # of nested loops the inner one
+        # Of nested loops, remove the inner one.
+        if places := [place for place, each in enumerate(loaders) if each is dataloader]:
             del loaders[places[-1]]
             self.dataloader_references = loaders
 

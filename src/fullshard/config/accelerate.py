@@ -82,10 +82,6 @@ def _num_processes(value: Any) -> Settings | str:
     return "-1 leaves the number to the launcher" if number == -1 else {"launch.num_processes": number}
 
 
-def _cpu_affinity(value: Any) -> Settings | str:
-    return "processes are not bound to processors; start them under numactl" if values.boolean(value) else {}
-
-
 def _main_function(value: Any) -> Settings | str:
     return {} if values.text(value) == "main" else "the script is run from its first line"
 
@@ -127,10 +123,6 @@ def is_auto(value: Any) -> bool:
 _STEPS = "training.gradient_accumulation_steps"
 
 
-def _accumulation(value: Any) -> Settings | str:
-    return AUTO if is_auto(value) else {_STEPS: values.coerce(_STEPS, value)}
-
-
 def _clipping(value: Any) -> Settings | str:
     if is_auto(value) or values.is_none(value):
         return AUTO
@@ -142,7 +134,7 @@ STEP_KEYS = (
     Key(
         "gradient_accumulation_steps",
         target=_STEPS,
-        read=_accumulation,
+        read=lambda value: AUTO if is_auto(value) else {_STEPS: values.coerce(_STEPS, value)},
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     ),
     Key(
@@ -207,7 +199,7 @@ CLUSTER_KEYS = (
         "enable_cpu_affinity",
         Status.NO_EFFECT,
         because="processes are not bound to processors",
-        read=_cpu_affinity,
+        read=lambda on: "processes are not bound to processors; start them under numactl" if values.boolean(on) else {},
         variable="ACCELERATE_CPU_AFFINITY",
     ),
     Key("dynamo_config", section=Dialect("dynamo_config", DYNAMO_KEYS, prefix="dynamo_")),

@@ -53,10 +53,6 @@ class AxesConfig(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.cp_size > 1 and self.sp_size > 1:
-            raise CombinationError(
-                f"cp_size = {self.cp_size} and sp_size = {self.sp_size} both divide the sequences",
-                "cp_size",
-                "sp_size",
-                hint="use one of the two",
-            )
+            what = f"cp_size = {self.cp_size} and sp_size = {self.sp_size} both divide the sequences"
+            raise CombinationError(what, "cp_size", "sp_size", hint="use one of the two")
         return self

@@ -43,11 +43,7 @@ def load_file(path: str | Path) -> Reading:
 
 
 def recipe_arguments(entries: Iterable[Entry], command: str) -> tuple[Entry, ...] | None:
-    """Return the section of a recipe with the arguments of `command`, or None if the file is not a recipe.
-
-    Raises:
-        ConfigError: If the file is a recipe for another command only.
-    """
+    """Return the section of a recipe for `command`, or None for other files. Other recipes raise `ConfigError`."""
     sections = {entry.key: entry for entry in entries if entry.key in RECIPE_SECTIONS}
     if command in sections:
         return tuple(sections[command].value)

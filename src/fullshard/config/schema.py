@@ -119,12 +119,8 @@ class PrecisionConfig(Settings):
             ("reduce_as", self.reduce_as, "reduce_dtype", self.reduce_dtype),
         ):
             if sent_as is not None and dtype is not None and not saves(sent_as, dtype):
-                raise CombinationError(
-                    f"{name} = {sent_as} has no benefit because without it, messages are sent in {dtype}",
-                    name,
-                    other,
-                    hint=f"remove {name}",
-                )
+                what = f"{name} = {sent_as} has no benefit because without it, messages are sent in {dtype}"
+                raise CombinationError(what, name, other, hint=f"remove {name}")
         if self.mode != "fp8" and not (self.fp8_all_gather and self.fp8_pad_inner_dim):
             off = "fp8_pad_inner_dim" if self.fp8_all_gather else "fp8_all_gather"
             raise CombinationError(f"{off} = false applies to the mode fp8 only", "mode", off, hint=f"remove {off}")
@@ -284,12 +280,8 @@ class LaunchConfig(Settings):
                 hint="remove it; ranks follow the order in which hosts join",
             )
         if self.num_machines > 1 and self.main_process_port == 0:
-            raise CombinationError(
-                "with main_process_port = 0, one host would choose a port that the others do not know",
-                "main_process_port",
-                "num_machines",
-                hint="set a port, for example 29500",
-            )
+            what = "with main_process_port = 0, one host would choose a port that the others do not know"
+            raise CombinationError(what, "main_process_port", "num_machines", hint="set a port, for example 29500")
         if self.rdzv_backend == "static" and self.num_machines > 1 and self.machine_rank is None:
             raise CombinationError(
                 "the static rendezvous of several hosts requires machine_rank",
@@ -389,12 +381,8 @@ class RunConfig(Settings):
             (of_float16, precision.compute_dtype == "float16", "overflows in float16 are known"),
         ):
             if training.step_in_backward and is_set:
-                raise CombinationError(
-                    f"step_in_backward consumes each gradient before {why}",
-                    "training.step_in_backward",
-                    other,
-                    hint="remove one of the two",
-                )
+                what = f"step_in_backward consumes each gradient before {why}"
+                raise CombinationError(what, "training.step_in_backward", other, hint="remove one of the two")
         return self
 
     @model_validator(mode="after")

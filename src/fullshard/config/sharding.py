@@ -200,11 +200,8 @@ class ShardingConfig(Settings):
             ("activation_checkpointing_mode", self.activation_checkpointing_mode != "full"),
         ):
             if is_set and not self.activation_checkpointing:
-                raise CombinationError(
-                    f"{name} is set, but activation_checkpointing is not",
-                    name,
-                    hint=f"set activation_checkpointing: true, or remove {name}",
-                )
+                what = f"{name} is set, but activation_checkpointing is not"
+                raise CombinationError(what, name, hint=f"set activation_checkpointing: true, or remove {name}")
         if self.activation_checkpointing_mode == "selective" and getattr(self, other):
             raise CombinationError(
                 f"activation_checkpointing_mode = 'selective' needs to see individual operations, which {other} hides",
@@ -214,12 +211,8 @@ class ShardingConfig(Settings):
             )
         for name in ("activation_checkpointing", "offload_activations"):
             if getattr(self, name) and self.wrap == "none":
-                raise CombinationError(
-                    f"{name} works unit by unit, but wrap = 'none' makes the model a single unit",
-                    name,
-                    "wrap",
-                    hint=f"use wrap: auto, or remove {name}",
-                )
+                what = f"{name} works unit by unit, but wrap = 'none' makes the model a single unit"
+                raise CombinationError(what, name, "wrap", hint=f"use wrap: auto, or remove {name}")
         return self
 
     @model_validator(mode="after")
@@ -243,12 +236,8 @@ class ShardingConfig(Settings):
         if self.offload_optimizer_state is False and (self.offload_main_weights or self.offload_main_weights is None):
             main = "offload_main_weights" if self.offload_main_weights else "cpu_offload"
             if getattr(self, main):
-                raise CombinationError(
-                    f"{main} makes the optimizer update main weights on the host, but its state is on the device",
-                    "offload_optimizer_state",
-                    main,
-                    hint="remove offload_optimizer_state",
-                )
+                what = f"{main} makes the optimizer update main weights on the host, but its state is on the device"
+                raise CombinationError(what, "offload_optimizer_state", main, hint="remove offload_optimizer_state")
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             raise CombinationError(
                 "cpu_ram_efficient_loading without sync_module_states would train on empty weights",

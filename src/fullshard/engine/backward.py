@@ -40,9 +40,8 @@ class Backward:
         self._participants: dict[Unit, None] = {}  # units with a call since the last backward
         self._queued: set[Unit] = set()  # units with buckets in the order of reductions
         self._has_kept = self._may_fail = False
-        self._callback: Callable[[], object] = lambda: (
-            None
-        )  # autograd's callback; None once it cannot be called any more
+        # autograd's callback; None once it cannot be called any more
+        self._callback: Callable[[], object] = lambda: None
 
     @property
     def is_under_way(self) -> bool:

@@ -48,9 +48,8 @@ class ShardedTensor(SpreadTensor):
 
     _compute: ClassVar[Callable[[torch_private.Kernel, Sequence[Any], dict[str, Any]], Any]]
     """Runs a kernel on sharded tensors. Code outside the engine sets it."""
-    __hash__ = (
-        object.__hash__
-    )  # by identity like a tensor's, but in C, because every look-up of optimizer state calls it
+    # By identity like a tensor's, but in C, because every look-up of optimizer state calls it.
+    __hash__ = object.__hash__
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> ShardedTensor:
         """Create the tensor from this rank's interval `local`."""

@@ -177,9 +177,8 @@ def _dealt(dealing: Dealing, limits: Sequence[float]) -> tuple[Dealing, list[int
     # A matrix goes to the rank that holds most of it or, if that would exceed the limit, to the least loaded rank.
     matrices, shard_size = dealing.matrices, dealing.shard_size
     flops, numel = sum(matrix.flops for matrix in matrices), sum(matrix.numel for matrix in matrices)
-    sizes = [
-        16 * matrix.flops * numel + matrix.numel * flops for matrix in matrices
-    ]  # the number of elements practically only breaks ties
+    # The number of elements practically only breaks ties.
+    sizes = [16 * matrix.flops * numel + matrix.numel * flops for matrix in matrices]
     loads = [0] * (dealing.replicate_size * shard_size)
     least = [(0, rank) for rank in range(len(loads))]
     owners, most = [(0, 0)] * len(matrices), []

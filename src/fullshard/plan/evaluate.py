@@ -77,9 +77,8 @@ class Plan:
     @functools.cached_property
     def memory(self) -> Memory:
         """The memory that one rank needs."""
-        few = dataclasses.replace(
-            self.job.schedule, accumulation=min(2, self.job.accumulation)
-        )  # further micro-batches do not change the peak
+        # Further micro-batches do not change the peak.
+        few = dataclasses.replace(self.job.schedule, accumulation=min(2, self.job.accumulation))
         events = self.events if few == _repeats(self.job)[1] else predict_step(self.setting.layout, few)
         return memory_of(events, self.setting, ranks_per_host=self.cluster.per_host)
 

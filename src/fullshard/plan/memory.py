@@ -340,9 +340,8 @@ class _Ledger:
         if unit.name not in self.collecting:
             moments = self._collect(unit)
         if self.tied_nbytes and unit is self.root:
-            moments += self._for_a_moment(
-                {"reduce buffers": 2 * self.tied_nbytes}
-            )  # the embedding's gradient, and the sum
+            # The embedding's gradient, and the sum.
+            moments += self._for_a_moment({"reduce buffers": 2 * self.tied_nbytes})
             self.now["reduce buffers"] -= self.tied_nbytes
             self.tied_nbytes = 0
         waiting = [g for g in self.launched if not g.is_shrunk]

@@ -76,9 +76,8 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
     seconds = flops / (device.peak(dtype) * device.efficiency)
     if way in WRITTEN_OUT and not device.is_cpu:
         scores = flops / (2 * block.head_dim + 2 * (block.value_dim or block.head_dim))
-        seconds = max(
-            seconds, 2 * scores * itemsize(dtype) / device.memory_speed
-        )  # written by one product and read by another
+        # The scores are written by one product and read by another.
+        seconds = max(seconds, 2 * scores * itemsize(dtype) / device.memory_speed)
     return seconds, seconds * (2 if way in WRITTEN_OUT or device.is_cpu else BACKWARD)
 
 

@@ -266,9 +266,8 @@ def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple
             train_tokenizer(documents, vocab_size=vocab_size).save_pretrained(str(directory / "tokenizer"))
         tokenizer = load_tokenizer(source or directory / "tokenizer")
         made = tokenise(directory / "tokens.bin", read_documents(files, *what), tokenizer)
-        write_text(
-            directory / "tokens.json", json.dumps(made) + "\n"
-        )  # written last: it marks the other files as complete
+        # This file is written last: it marks the other files as complete.
+        write_text(directory / "tokens.json", json.dumps(made) + "\n")
     check(made["crc32c"])
     return directory, source, made
 

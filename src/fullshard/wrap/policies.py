@@ -233,10 +233,6 @@ def _by_size(policy: BySize, model: nn.Module, candidates: _Modules) -> set[int]
     return chosen
 
 
-def _by_predicate(policy: ByPredicate, _model: nn.Module, candidates: _Modules) -> set[int]:
-    return {key for key, module in candidates.items() if policy.predicate(module)}
-
-
 def _automatic(_policy: Auto, model: nn.Module, candidates: _Modules) -> set[int]:
     names: set[str] = set()
     for module in model.modules():
@@ -287,7 +283,7 @@ def _is_single_layer(cls: type[nn.Module]) -> bool:
 _SELECTED_BY: Mapping[type[Any], Callable[[Any, nn.Module, _Modules], set[int]]] = {
     ByClass: _by_class,
     BySize: _by_size,
-    ByPredicate: _by_predicate,
+    ByPredicate: lambda policy, _, candidates: {k for k, module in candidates.items() if policy.predicate(module)},
     NoWrap: lambda *_: set(),
     Auto: _automatic,
 }

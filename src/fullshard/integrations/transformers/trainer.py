@@ -158,9 +158,8 @@ class ShardedTraining:
         except Exception as error:
             if self.args.auto_find_batch_size:
                 agree_to_start_again(error, self._train_batch_size, self.model)
-            for unit in units_of(self.model)[
-                -1:
-            ]:  # an error in a callback, for example, after which other ranks continue
+            # For example, this is an error in a callback, after which other ranks continue.
+            for unit in units_of(self.model)[-1:]:
                 PROGRESS.watcher.failed([unit.mesh.control_group], "Trainer's loop", error)
             raise
 
