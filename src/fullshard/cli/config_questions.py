@@ -82,11 +82,7 @@ def _fault(given: Answers, path: str, answer: Any) -> str | None:
 
 
 def run() -> int:
-    """Ask the questions, write the configuration file, and print how to use it. Return the exit code.
-
-    Raises:
-        ConfigError: If the input is not a terminal or if the file cannot be written.
-    """
+    """Ask the questions, write the file, and print how to use it. Return the exit code, or raise `ConfigError`."""
     import questionary
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

@@ -15,10 +15,7 @@ def user_class(module: object) -> type:
 
 
 def inner_forward(module: Any, key: str) -> Callable[..., Any]:
-    """Return the original forward from the module's `__dict__[key]`, where None means the forward of the class.
-
-    A deep copy also contains this None, so it runs the forward of the class on itself.
-    """
+    """Return the forward in `module.__dict__[key]`, where None, also in a copy, means the forward of the class."""
     replaced: Callable[..., Any] | None = module.__dict__[key]
     return replaced if replaced is not None else MethodType(type(module).forward, module)
 

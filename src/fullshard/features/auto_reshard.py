@@ -86,11 +86,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
-    """Return how many bytes this rank could allocate in addition to its peak usage so far.
-
-    On an accelerator, this is the free memory that the driver and PyTorch's allocator report. On a CPU, it is this
-    rank's share of the memory that is available on the host and in the enclosing control group.
-    """
+    """Return how many bytes this rank could allocate in addition to its peak usage so far."""
     if device.type != "cpu":
         if not counts_memory(device.type):
             raise ConfigError(

@@ -26,11 +26,7 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 
 def seen() -> tuple[tuple[str, int, float], ...]:
-    """Return the name, memory and compute capability of each device that torch detects.
-
-    Use this only if no other source has these facts, because it starts the CUDA runtime. Processes that are forked
-    afterwards cannot use CUDA.
-    """
+    """Return the name, memory and compute capability of each device. Afterwards, forked processes cannot use CUDA."""
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return tuple((each.name, each.total_memory, each.major + each.minor / 10) for each in found)
 

@@ -38,11 +38,7 @@ class RankEnvironment:
 
 
 def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. If none of them is set, the job has one process.
-
-    Raises:
-        ConfigError: some of the variables are missing, their values are not numbers, or the numbers are inconsistent.
-    """
+    """Read the variables of a rank, or raise `ConfigError`. Without them, the job has one process."""
     environ = os.environ if environ is None else environ
     if not {"RANK", "WORLD_SIZE"} & environ.keys():
         return RankEnvironment()
@@ -144,11 +140,7 @@ def init_process_group_from_environment(
 
 
 def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
-    """Call `function` on rank 0, and return its result on every rank.
-
-    All ranks must call this together. If `function` raises an exception, every rank raises it. The result or the
-    exception is pickled.
-    """
+    """Call `function` on rank 0. Every rank returns its result or raises its exception. All ranks must call this."""
     if environment.world_size == 1:
         return function()
     outcome: list[tuple[T | None, Exception | None]] = [(None, None)]

@@ -115,11 +115,7 @@ _RECORD = TypeAdapter(StepMetrics)
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Return how many bytes of memory this rank uses.
-
-    On a CPU, this is the resident set size of the process. On an accelerator, it is the peak of the allocator, or 0 if
-    the allocator does not count.
-    """
+    """Return this rank's memory: on a CPU the resident set, on an accelerator the allocator's peak, in bytes."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0
     return int(psutil.Process().memory_info().rss)

@@ -13,10 +13,7 @@ from fullshard.engine.lookup import units_of
 
 @contextlib.contextmanager
 def marked(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Mark the events of sharded models in a profile that is recorded within the block.
-
-    Each event becomes a short range, such as `fullshard: unshard_issued layers.0`.
-    """
+    """Mark the events of sharded models in a profile, such as `fullshard: unshard_issued layers.0`."""
     schedules = [units[-1].schedule for model in models if (units := units_of(model))]
     before = [schedule.event_sink for schedule in schedules]
     sinks = []

@@ -116,10 +116,7 @@ class OnOwners(MatricesWithAdamW):
         local_of(parameter).detach().copy_(update)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as torch does, but keep the state of owned matrices as it was saved.
-
-        torch would cast this state to the dtype of the parameter and split strings into characters.
-        """
+        """Load the state as torch does, but keep that of matrices as it was saved, without a cast."""
         super().load_state_dict(state_dict)
         saved, held = (
             itertools.chain.from_iterable(group["params"] for group in groups)

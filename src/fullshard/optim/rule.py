@@ -42,10 +42,7 @@ class MatrixRule:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str = "Muon") -> Self:
-        """Return the rule for a model, which may be sharded.
-
-        A tied parameter appears only once. An embedding that is also the output head counts as an embedding.
-        """
+        """Return the rule for a model. A tied parameter appears once, as an embedding if it is also the output head."""
         rule = cls(optimizer)
         embedded: dict[int, bool] = {}
         for module in embeddings_of(model):

@@ -54,10 +54,7 @@ class SFTArguments(NamedTuple):
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
-    """Parse a command line. If it begins with the path of a YAML or JSON file, read the arguments from the file first.
-
-    Call `say` with a line for each flag without effect. An error about an argument in the file names its line.
-    """
+    """Parse a command line, which may begin with a file of arguments. `say` gets a line for each unused flag."""
     parser, entries = make_parser(), dict[str, Entry]()
     if words and not words[0].startswith("-"):
         entries, words = _in_file(Path(words[0]), parser), words[1:]

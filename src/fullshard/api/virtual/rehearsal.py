@@ -158,10 +158,7 @@ def time_step(
 
 
 def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> Timeline:
-    """Train for `STEPS` steps and return the timeline of the last one.
-
-    Each step starts when the previous one has ended, as if the script read the loss after each step.
-    """
+    """Train for `STEPS` steps, each of which begins when the last has ended. Return the timeline of the last."""
     clock = device.clock
     for step in range(STEPS):
         if step == STEPS - 1:

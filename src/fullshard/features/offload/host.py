@@ -109,10 +109,7 @@ class Host:
         return self._like(flat, on_host=to_host).copy_(flat, non_blocking=self._pins)
 
     def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:
-        """Copy 1-D tensors to the host or to the device on a separate stream, after all computation launched so far.
-
-        The caller must wait for the returned handle before it reads the copies or frees the source tensors.
-        """
+        """Copy 1-D tensors on a separate stream. Wait for the handle before you read the copies or free the sources."""
         stream = self._to_host if to_host else self._to_device
         with self._beside(stream):
             made = [self._like(tensor, on_host=to_host) for tensor in tensors]

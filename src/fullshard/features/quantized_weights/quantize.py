@@ -19,11 +19,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
-    """Mark a module's parameter to be quantised at sharding. If it already has a mark of this form, that mark stays.
-
-    Raises:
-        ConfigError: The form does not exist, or the parameter is already marked with another form.
-    """
+    """Mark a parameter to be quantised at sharding. Raise `ConfigError` if it is marked with another form."""
     form_of(mark.form)
     before = vars(module).setdefault(MARKS, {}).setdefault(attribute, mark)
     if before.form != mark.form:

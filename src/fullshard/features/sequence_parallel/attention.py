@@ -216,10 +216,7 @@ def _is_same(of_all: torch.Tensor) -> bool:
 def exchange(
     rows: torch.Tensor, group: dist.ProcessGroup, what: str, arriving: Any = None, leaving: Any = None
 ) -> torch.Tensor:
-    """Send rows of a tensor to the ranks of a group, and return the rows that they have sent to this one.
-
-    `arriving` and `leaving` are the numbers of rows from and to each rank. By default, each rank gets an equal part.
-    """
+    """Send rows of a tensor to the ranks of a group, and return the rows received. By default, parts are equal."""
     return _Exchange.apply(rows, group, what, arriving, leaving)  # type: ignore[no-any-return]
 
 

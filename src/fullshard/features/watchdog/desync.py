@@ -99,11 +99,7 @@ class DesyncDetection(Extension):
         self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Count the forward as failed if it has raised an error.
-
-        A forward that failed before it communicated is not counted, because it does not affect the other ranks. After
-        the first complete forward, check that it has ended on all ranks.
-        """
+        """Count a failed forward that has communicated, and check that the first complete one ended on all ranks."""
         if failed:
             error = sys.exc_info()[1]  # None if the forward was interrupted earlier
             if error is not None and (self._has_gathered or not self.is_order_verified):

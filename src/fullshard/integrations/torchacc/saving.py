@@ -58,10 +58,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
 
 
 def shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Return torch_xla's description of which slices of the parameters this rank holds.
-
-    Save it together with `model.state_dict()`.
-    """
+    """Return torch_xla's description of the slices that this rank holds, to be saved with its state dict."""
     environment = joined().environment
     sharded = {
         name: {"_orig_name": name, "_orig_size": tuple(value.shape)}

@@ -101,10 +101,7 @@ class TrainerAccelerator(Accelerator):
         return ParallelismConfig(**fields | {"tp_size": 1, "tp_handler": None, "sp_backend": "fullshard"})
 
     def gather(self, tensor: Any) -> Any:
-        """Gather a tensor from all ranks.
-
-        With tensor parallelism, several ranks have the same batch, and Trainer divides the result by their number.
-        """
+        """Gather a tensor from all ranks. Trainer divides the result by the number of ranks with the same batch."""
         return collectives.gather(tensor)
 
     @contextlib.contextmanager

@@ -43,11 +43,7 @@ class KeepsAverage:
         return self.ema
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Create the average unless it was loaded from a checkpoint.
-
-        Raises:
-            ConfigError: If the Trainer is not one of fullshard's, because it would not save the average.
-        """
+        """Create the average unless it was loaded. Other Trainers raise `ConfigError`: they would not save it."""
         if not self.is_saved:
             raise ConfigError(
                 "EMACallback requires fullshard's Trainer, because this Trainer would not save the average",
