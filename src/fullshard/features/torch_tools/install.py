@@ -206,7 +206,7 @@ def _refuse_to_send(tensor: object) -> None:
         raise LifecycleError(
             f"rank {tensor.spec.mesh.rank}: a collective was called with {tensor.name}, but each rank holds different "
             "elements of it",
-            hint="remove it: gradients are already averaged over all ranks, and .full_tensor() gathers the tensor",
+            hint="remove the collective: gradients are already averaged over all ranks; full_tensor() gathers them",
         )
 
 
