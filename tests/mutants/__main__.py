@@ -132,7 +132,8 @@ class Laboratory:
             os.killpg(run.pid, signal.SIGKILL)
             run.communicate()
             return f"no end after {limit:.0f} s"
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+        # Without parameters, which may quote messages and thus change.
+        failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.MULTILINE)
         if failed:
             return failed[1]
         return f"pytest ended with {run.returncode}" if run.returncode else ""

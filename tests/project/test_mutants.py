@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import all_mutants
+from tests.mutants.__main__ import RECORD, all_mutants
 from tests.mutants.sites import Mutant, mutants
 
 SOURCE = '''
@@ -60,6 +61,13 @@ def test_a_change_is_made_where_it_was_found() -> None:
 def test_a_file_that_changed_meanwhile_is_refused() -> None:
     with pytest.raises(ValueError, match=r"some.py:1 is not 'a' any more"):
         Mutant("some.py", 1, 0, "f", "a", "b", (1, 1), False).apply("c = 1\n")
+
+
+def test_the_record_names_tests_that_exist() -> None:
+    """By file and function, without parameters, which may quote messages and thus change."""
+    named = {row["by"] for row in json.loads(RECORD.read_text()) if "::" in row["by"]}
+    missing = [name for name in named if f"def {name.partition('::')[2]}(" not in Path(name.split("::")[0]).read_text()]
+    assert len(named) > 50 and not missing
 
 
 @pytest.mark.full
