@@ -25,6 +25,7 @@ import typer.main
 from fullshard.cli.main import COMMANDS
 from fullshard.config.flags import FLAGS, OPTIONS
 from fullshard.config.schema import GROUPS, RunConfig
+from fullshard.config.trackers import PACKAGES
 from fullshard.core.requirements import OLDEST_TORCH, is_too_old
 from fullshard.recipes.arguments import TrainArguments
 from tests.sources import nodes
@@ -208,6 +209,23 @@ def test_the_oldest_torch_is_the_same_everywhere() -> None:
     assert [is_too_old(v) for v in ("2.10.1", "2.9.0+cu128", "1.13.1", "2.11.0+cpu", "2.14.0a0+git1", "3.0")] == [
         True, True, True, False, False, False,
     ]  # fmt: skip
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    """In texts of the sources, in pages and examples, and in calls that report a package that is not installed."""
+    texts = [(where, text) for where, text in _words() if "[" in text]
+    texts += [(path.name, path.read_text(encoding="utf-8")) for path in (ROOT / "examples").glob("*.*")]
+    pattern = re.compile(r"(?:fullshard|['\"]\.)\[([a-z\d,]+)\]")
+    named = {(extras, where) for where, text in texts for extras in pattern.findall(text)}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("import_extra", "MissingExtraError"):
+                given = [keyword.value for keyword in node.keywords if keyword.arg == "extra"]
+                named |= {(str(value.value), path.name) for value in given if isinstance(value, ast.Constant)}
+    named |= {(extra, "trackers.py") for _, extra in PACKAGES.values()}
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {"xla", "sft,quant", "hf", "hf,plots", "wandb"} <= {extras for extras, _ in named}
+    assert [(extras, where) for extras, where in named if not known.keys() >= set(extras.split(","))] == []
 
 
 @pytest.mark.full

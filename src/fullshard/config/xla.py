@@ -34,7 +34,7 @@ def require_xla(what: str, otherwise: str) -> Settings:
     """Refuse `what` if PyTorch/XLA is unavailable, and suggest `otherwise`. The adapter itself reads the key."""
     if (why := why_no_xla()) is not None:
         torch = ".".join(map(str, XLA_TORCH))
-        hint = f"pip install 'fullshard[xla]' into a separate environment (torch {torch}), or {otherwise}"
+        hint = f"pip install 'fullshard[xla]', then 'torch=={torch}.*', in a separate environment, or {otherwise}"
         raise ConfigError(f"{what} requests PyTorch/XLA, but {why}", hint=hint)
     return {}
 
