@@ -4,9 +4,7 @@ import sys
 
 import peft
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from grpo_trainer import grpo
 from trl.generation.vllm_client import VLLMClient
 
 from fullshard.checkpoint import export_hf
@@ -16,29 +14,18 @@ connect = VLLMClient.init_communicator
 # TRL sends weights over NCCL, and asks for a CUDA device before it does.
 VLLMClient.init_communicator = lambda self, device: connect(self, device="cuda")
 lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32),
-    reward_funcs=lambda completions, **_: [sum(map(ord, text)) % 7 / 7 for text in completions],
-    args=GRPOConfig(
-        output,
-        use_vllm=True,
-        vllm_mode=mode,
-        **({"vllm_server_base_url": f"http://127.0.0.1:{ports[0]}", "vllm_group_port": int(ports[1])} if ports else {}),
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=5,
-        max_steps=3,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-    ),
-    train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 1}"} for i in range(16)]),
-    processing_class=AutoTokenizer.from_pretrained(place),
-    peft_config=lora if what == "lora" else None,
+trainer = grpo(
+    place,
+    prompts=16,
+    reward=lambda completions, **_: [sum(map(ord, text)) % 7 / 7 for text in completions],
+    lora=lora if what == "lora" else None,
+    output_dir=output,
+    vllm_mode=mode,
+    **({"vllm_server_base_url": f"http://127.0.0.1:{ports[0]}", "vllm_group_port": int(ports[1])} if ports else {}),
+    per_device_train_batch_size=2,
+    num_generations=2,
+    max_completion_length=5,
+    max_steps=3,
 )
 count, sync = 0, trainer.vllm_generation.sync_weights
 

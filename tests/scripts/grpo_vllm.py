@@ -16,10 +16,8 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 import peft
 import torch
-from datasets import Dataset
+from grpo_trainer import grpo
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -52,31 +50,20 @@ def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 lora = peft.LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32),
-    reward_funcs=even,
-    args=GRPOConfig(
-        output,
-        use_vllm=True,
-        vllm_mode=mode,
-        **({"vllm_server_base_url": url[0]} if url else {}),
-        vllm_max_model_length=64,
-        per_device_train_batch_size=16,
-        num_generations=8,
-        max_completion_length=8,
-        max_steps=24 if what == "lora" else 16,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-    ),
-    train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 1}"} for i in range(64)]),
-    processing_class=AutoTokenizer.from_pretrained(place),
-    peft_config=lora if what == "lora" else None,
+trainer = grpo(
+    place,
+    prompts=64,
+    reward=even,
+    lora=lora if what == "lora" else None,
+    output_dir=output,
+    vllm_mode=mode,
+    **({"vllm_server_base_url": url[0]} if url else {}),
+    vllm_max_model_length=64,
+    per_device_train_batch_size=16,
+    num_generations=8,
+    max_completion_length=8,
+    max_steps=24 if what == "lora" else 16,
+    lr_scheduler_type="constant",
 )
 trainer.train()
 if trainer.is_world_process_zero():
