@@ -12,6 +12,6 @@ parser.set_defaults(output_dir="out/trainer", max_steps=60, learning_rate=3e-3, 
 
 model = AutoModelForCausalLM.from_pretrained(small.model())  # yours: "Qwen/Qwen3-0.6B", or a directory
 trainer = Trainer(model, args, train_dataset=small.text(pieces=2048, length=64))
-resume = args.resume_from_checkpoint == "True" or args.resume_from_checkpoint  # the flag's value is text
-trainer.train(resume_from_checkpoint=resume)
+resume = args.resume_from_checkpoint  # text: true, false, or the path of a checkpoint
+trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
 trainer.save_model()  # whole, for from_pretrained
