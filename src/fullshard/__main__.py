@@ -1,6 +1,6 @@
 """Entry point of `python -m fullshard`, which `fullshard launch -m fullshard train ...` starts."""
 
-from fullshard.cli.main import main
+from fullshard.cli import start
 
 if __name__ == "__main__":
-    main()
+    start()

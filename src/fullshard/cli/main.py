@@ -1,19 +1,17 @@
 """The entry point, which finds the subcommand to run and turns exceptions into messages and exit codes."""
 
-import contextlib
 import functools
 import importlib
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from fullshard.cli import answer_interrupts, end_interrupted, interrupted
 from fullshard.cli.options import RawCommand, ScriptCommand, TrainCommand, check_words
 from fullshard.core.errors import FullshardError
 from fullshard.core.version import __version__
@@ -109,39 +107,16 @@ def _is_named(file: object) -> bool:
     return any(name.is_relative_to(file) or real.is_relative_to(os.path.realpath(name)) for name in named)
 
 
-_interrupted: list[int] = []
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Answer Ctrl-C: raise `KeyboardInterrupt`, or end at once during an import, which may swallow it."""
-    while frame is not None and "importlib" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    if frame is not None:
-        _end_interrupted()
-    _interrupted.append(number)
-    raise KeyboardInterrupt
-
-
-def _end_interrupted() -> NoReturn:
-    """Say that Ctrl-C ended the command, and skip the interpreter's shutdown, which takes a second with torch."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed, or interrupted during a write
-        sys.stdout.flush()
-    clean = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar may be on the line, without a cursor
-    os.write(2, f"{clean}fullshard: interrupted\n".encode())
-    os._exit(128 + signal.SIGINT)
-
-
 def main() -> None:
     """Run the command line of this process and exit."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ranks and background jobs have another
-        signal.signal(signal.SIGINT, _interrupt)
+    answer_interrupts()
     try:
         if sys.argv[1:2] != ["launch"]:  # `launch` leaves a script's own arguments as they are
             check_words(sys.argv[1:])
         app()
     except (KeyboardInterrupt, SystemExit):
-        if _interrupted:
-            _end_interrupted()
+        if interrupted:
+            end_interrupted()
         raise
     except FullshardError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
