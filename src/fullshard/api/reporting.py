@@ -15,7 +15,7 @@ from fullshard.api.checkpointing import Checkpointing
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.config.settings import suggestion
 from fullshard.config.trackers import require_trackers
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.paths import local_path
 from fullshard.observe.traces import marked
 
@@ -30,7 +30,7 @@ class Reporting(Checkpointing):
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Start the trackers that are named in `log_with`, on the main process.
+        """Start the trackers that are named in `log_with`, on the main process. TensorBoard gets a flat `config`.
 
         Raises:
             ConfigError: `init_kwargs` has arguments for a tracker that is not in use.
@@ -38,7 +38,10 @@ class Reporting(Checkpointing):
         known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, self.log_with)}
         for name in (init_kwargs or {}).keys() - known:
             raise ConfigError(f"init_kwargs: unknown tracker {name!r}", hint=suggestion(name, sorted(known)))
-        Theirs.init_trackers(self, project_name, config, init_kwargs)
+        Theirs.init_trackers(self, project_name, None, init_kwargs)
+        if config is not None:
+            for tracker in self.trackers:
+                tracker.store_init_configuration(_flat(config) if tracker.name == "tensorboard" else config)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Log values with all trackers, on the main process. Warn if no tracker has been started."""
@@ -73,7 +76,7 @@ class Reporting(Checkpointing):
             try:
                 profiler.export_chrome_trace(str(own))
             except AssertionError:  # torch raises it if nothing was recorded; training must continue
-                steps = f"the schedule had not reached its active steps after {profiler.step_num} calls to step()"
+                steps = f"the schedule reached no active step in {plural(profiler.step_num, 'call')} to step()"
                 warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=6)
 
         Ranks().together("writing the traces of a profile", write)
@@ -93,6 +96,18 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
     require_trackers(sorted(missing), "log_with")
     if missing:
         raise ConfigError(f"log_with: Accelerate reports that {', '.join(sorted(missing))} cannot be used here")
+    return found
+
+
+def _flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested settings as one level, as in `{"adam.lr": 0.1}`, with text in place of lists and objects."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{above}{name}.")
+        else:
+            is_plain = value is None or isinstance(value, int | float | str | torch.Tensor)
+            found[f"{above}{name}"] = value if is_plain else str(value)
     return found
 
 
