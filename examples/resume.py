@@ -36,7 +36,7 @@ step, newest = 0, latest_checkpoint(args.output)
 if newest is not None:
     accelerator.load_state(newest)
     step = int(newest.name.removeprefix("step-"))
-    accelerator.print(f"resumed on {accelerator.num_processes} ranks after step {step}")
+    accelerator.print(f"resumed after step {step}, with world size {accelerator.num_processes}")
 
 ended = step >= args.steps or fullshard.should_stop()  # listens to signals from now on, as loaders' processes do
 while not ended:

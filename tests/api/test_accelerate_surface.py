@@ -368,10 +368,10 @@ def test_axes_beside_context_parallelism(replicas: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dp_shard_size": 2}, "the job has 1 ranks"),
-        ({"tp_size": 2}, "x tp_size 2 does not equal the number of ranks: the job has 1 ranks"),
-        ({"cp_size": 2}, "x cp_size 2 does not equal the number of ranks"),
-        ({"sp_size": 2}, "x sp_size 2 does not equal the number of ranks"),
+        ({"dp_shard_size": 2}, "the job, which has 1 rank"),
+        ({"tp_size": 2}, "x tp_size 2 does not match the job, which has 1 rank"),
+        ({"cp_size": 2}, "x cp_size 2 does not match the job"),
+        ({"sp_size": 2}, "x sp_size 2 does not match the job"),
     ],
 )
 def test_other_parallelism_is_refused(fields: dict[str, int], message: str) -> None:

@@ -230,11 +230,11 @@ def test_parts_that_tokens_do_not_reach_are_named() -> None:
     unseen = [event for event in result.events if event.unit != "model.layers.1"]
     seen = {name: getattr(result, name) for name in Simulation.__slots__}
     (found,) = Simulation(**{**seen, "events": unseen}).differences
-    assert found == "1 planned units did not run, the first is model.layers.1: a simulation passes only tokens"
+    assert found == "1 planned unit did not run, the first is model.layers.1: a simulation passes only tokens"
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="rank 4 does not exist in a job of 4 ranks"):
+    with pytest.raises(ConfigError, match="a job of 4 ranks has no rank 4"):
         simulate(transformers_model(SMALL), Job.of({}), world_size=4, rank=4)
     with pytest.raises(ConfigError, match="does not support bitsandbytes layers\nhint: use --method lora --quan"):
         simulate(transformers_model(SMALL), Job.of({"method": "qlora"}), world_size=4)

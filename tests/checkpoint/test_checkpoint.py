@@ -277,7 +277,7 @@ def test_all_differences_are_listed_and_nothing_changes(saved: Path) -> None:
         "buffer '1.running_mean' is not in the checkpoint",
         "buffer 'inner.1.running_var' of the checkpoint is not in the model",
         "the optimizer is a SGD, but a AdamW was saved",
-        "the optimizer has 1 parameter groups, but 2 were saved",
+        "the optimizer has 1 parameter group, but 2 were saved",
         "scaler was not saved",
     ):
         assert line in message

@@ -54,7 +54,7 @@ def test_memory_in_one_process() -> None:
     assert len(saved.beneath()) == 3  # no optimizer this time, and nothing of the one before
     verify_checkpoint(saved).raise_if_damaged()
     done = CliRunner().invoke(app, ["ckpt", "prune", root, "--keep", "1"])
-    assert done.output == f"removed {root}/step-1\n1 intact checkpoints are kept\n"
+    assert done.output == f"removed {root}/step-1\nkept 1 intact checkpoint\n"
     let_go()
     assert sorted(saved.parent.beneath()) == [f"step-2/{name}" for name in sorted(saved.beneath())]
 

@@ -126,7 +126,7 @@ def test_reshard_export_import_there_and_back(saved: Path, tmp_path: Path) -> No
     verify_checkpoint(tmp_path / "b").raise_if_damaged()
     assert _run("diff", saved, tmp_path / "b", "--model-only").stdout.splitlines() == [
         "head.weight: only in A",
-        "1 differences",
+        "1 difference",
     ]
 
 
@@ -165,7 +165,7 @@ def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"did you mean .*part_1"):
         _run("inspect", tmp_path / "step-1")
     assert _run("inspect", tmp_path / "step-1" / "part_0").exit_code == 0
-    assert "1 intact checkpoints are kept" in _run("prune", tmp_path, "--keep", 1).stdout
+    assert "kept 1 intact checkpoint" in _run("prune", tmp_path, "--keep", 1).stdout
     (kept,) = tmp_path.iterdir()
     (kept / "part_1" / "manifest.json").write_text("{}")
     assert _run("verify", kept).exit_code == 1
@@ -189,7 +189,7 @@ def test_prune(tmp_path: Path) -> None:
     assert "left alone" in text
     assert "step-5" in text
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["notes", "step-3", "step-4", "step-5"]
-    assert "1 intact checkpoints are kept" in _run("prune", tmp_path, "--keep", 1).stdout
+    assert "kept 1 intact checkpoint" in _run("prune", tmp_path, "--keep", 1).stdout
     assert (tmp_path / "step-4").exists(), "the newest whole one stays, whatever is newer and damaged"
 
 

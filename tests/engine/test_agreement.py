@@ -62,7 +62,7 @@ EXPECTED = {
     "order": ("unit 'first'", "unit 'second'"),
     "requires_grad": ("unit 'second'", "second.weight"),
     "dtype": ("unit 'second'", "torch.float32", "torch.float64"),
-    "units": ("unit ''", "unit 'first'"),
+    "units": ("the outermost unit", "unit 'first'"),
     "tied": ("unit 'first'", "first.weight", "first.weight=second.weight"),
     "reduce": ("unit", "torch.bfloat16"),
     "missing": ("second.weight",),
@@ -189,4 +189,4 @@ def check_failed_sharding() -> str:
 def test_a_model_after_one_that_a_rank_could_not_shard() -> None:
     for text in run_ranks(check_failed_sharding, 2, timeout=40):
         for rank in (0, 1):
-            assert f"rank {rank} has [unit '' has its buckets at [{2 + rank}]" in text, text
+            assert f"rank {rank} has [the outermost unit has its buckets at [{2 + rank}]" in text, text

@@ -141,7 +141,7 @@ def test_what_is_refused(model: Path) -> None:
     for sizes, options, message in (
         ({"pp_size": 2}, {}, "pipeline parallelism"),
         ({"fsdp_size": 3, "ep_size": 2}, {}, "DistributedConfig: `ep_size` must divide"),
-        ({"fsdp_size": 2}, {}, "dp_replicate 1 x fsdp 2 x tp 1, but the job has 1 ranks"),
+        ({"fsdp_size": 2}, {}, "dp_replicate 1 x fsdp 2 x tp 1, but the job has 1 rank"),
         ({"fsdp_size": 1}, {"device_map": "cpu"}, "device_map"),
         ({"fsdp_size": 1}, {"force_download": True}, "force_download"),
     ):

@@ -273,7 +273,7 @@ def test_processes_that_find_no_gpu_do_not_go_on_without(tmp_path: Path, monkeyp
         (["--cpu", "--num_processes", "9" * 20], "num_processes.*less than or equal to 1000000, got 9999"),
         (
             ["--cpu", "--num_processes", "1000000"],
-            "1000000 processes are too many for this host, which has .* processors",
+            "1000000 processes are too many for a host with .* processors",
         ),
         (["--cpu", "--nnodes", "9" * 20], "less than or equal to 1000000, got 9999"),
         (["--cpu", "--monitor_interval", "1e300"], "less than or equal to 1000000000"),

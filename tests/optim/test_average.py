@@ -220,7 +220,7 @@ def check_without(directory: str) -> None:
     """Whoever does not ask for the average does not get it; who asks where there is none is told so."""
     model = sharded()
     optimizer = adamw(model)
-    with pytest.raises(CheckpointError, match=r"got 1 objects to load, but 2 were saved"):
+    with pytest.raises(CheckpointError, match=r"got 1 object to load, but 2 were saved"):
         load_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer, objects=[EMA(model)])
     load_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
     assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}

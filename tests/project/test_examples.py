@@ -102,7 +102,7 @@ def test_a_run_is_resumed_with_another_number_of_ranks(place: Path) -> None:
     first, second = (command for command in SCRIPTS if "resume.py" in command)
     losses = falls(run(first, place))
     output = run(second, place, proof=False)
-    assert "resumed on 1 ranks after step 30\n" in output
+    assert "resumed after step 30, with world size 1\n" in output
     assert "step 40 " in output and "step 60 " in output and "step 1 " not in output
     assert max(falls(output, to=1.1)) < losses[0]
 
@@ -111,8 +111,10 @@ def test_a_run_is_resumed_with_another_number_of_ranks(place: Path) -> None:
 def test_trainer_is_resumed(place: Path) -> None:
     [first] = (command for command in SCRIPTS if command.endswith("trainer.py"))
     falls(run(f"{first} --max_steps 30 --save_steps 20", place))
-    output = run(f"{first} --max_steps 40 --resume_from_checkpoint True", place)
-    assert len(LOSS.findall(output)) == 1, output
+    for steps, resume in ((40, "true"), (50, "out/trainer/checkpoint-40")):
+        output = run(f"{first} --max_steps {steps} --save_steps 20 --resume_from_checkpoint {resume}", place)
+        assert len(LOSS.findall(output)) == 1, output
+    assert len(LOSS.findall(run(f"{first} --max_steps 20 --resume_from_checkpoint False", place))) == 2
 
 
 @pytest.mark.full

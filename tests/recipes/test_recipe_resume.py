@@ -83,7 +83,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(run: Run, tmp_path: P
         ({"vocab_size": 300}, "another run: --vocab-size was 320 and is 300\nhint"),
         ({"max_data_mb": 0.003}, "another run: --max-data-mb was None and is 0.003\nhint"),
         ({"seed": 3}, "another run: --seed was 0 and is 3\nhint"),
-        ({"steps": 1}, "was saved after 2 steps, but --steps is 1"),
+        ({"steps": 1}, "is of step 2, but --steps is 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(**{"steps": 3} | changes)

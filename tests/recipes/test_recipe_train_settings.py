@@ -145,7 +145,7 @@ SELECTIVE = {"activation_checkpointing": True, "activation_checkpointing_mode": 
             2,
         ),
         ({"wrap": "LlamaMLP, LlamaAttention"}, "in 5 units", 1),
-        ({"wrap": "none"}, "in 1 units", 1),
+        ({"wrap": "none"}, "in 1 unit,", 1),
         pytest.param({"compile": True}, "", 0, marks=pytest.mark.full),  # of which hooks inside see nothing
     ],
     ids=str,
@@ -394,7 +394,7 @@ def test_resume_guards(inputs: Path, run: Runner, tmp_path: Path, reference: lis
         run(batch_size=4, seed=3)
     with pytest.raises(ConfigError, match=r"--max-data-mb was None and is 0\.02"):
         run(max_data_mb=0.02)
-    with pytest.raises(ConfigError, match=r"was saved after 4 steps, but --steps is 3"):
+    with pytest.raises(ConfigError, match=r"is of step 4, but --steps is 3"):
         run(steps=3)
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
     shutil.rmtree(checkpoints / "step-000004")

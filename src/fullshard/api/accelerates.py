@@ -13,7 +13,7 @@ from fullshard.config.axes import AxesConfig
 from fullshard.config.dialect import Reading, Setting
 from fullshard.config.handover import handed_over
 from fullshard.config.origin import Origin
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.strategy import Axis, parse_strategy
 from fullshard.launch.environment import read_rank_environment
 
@@ -99,7 +99,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     if math.prod(sizes.values()) != ranks:
         said = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name.startswith("dp_")]
         raise ConfigError(
-            f"parallelism_config: {' x '.join(said)} does not equal the number of ranks: the job has {ranks} ranks"
+            f"parallelism_config: {' x '.join(said)} does not match the job, which has {plural(ranks, 'rank')}"
         )
     origin = Origin.argument("parallelism_config")
     for name in ("cp_size", "sp_size"):

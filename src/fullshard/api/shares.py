@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from fullshard.api.collectives import broadcast_object
 from fullshard.api.dealing import Deal, Real
 from fullshard.api.forwarding import forwarded
-from fullshard.core.errors import ConfigError, DataError
+from fullshard.core.errors import ConfigError, DataError, plural
 
 _END = object()
 _PIECE = 1000  # indices that ranks agree on at a time, of a sampler without a length
@@ -273,8 +273,8 @@ class _IterableShare(Share):
         rounds, rest = divmod(skip, self.deal.round_size)
         if rest:
             raise DataError(
-                f"an iterable dataset cannot resume after {skip} samples, because its workers skip "
-                f"{self.deal.round_size} samples at a time",
+                f"an iterable dataset cannot resume after {plural(skip, 'sample')}, because its workers skip "
+                f"{plural(self.deal.round_size, 'sample')} at a time",
                 hint="with num_workers > 0, resume with the same global batch size",
             )
         return rounds, lambda: None
@@ -336,7 +336,7 @@ def _deal(batch_size: int | None, rank: int, world_size: int, split_batches: boo
         )
     if batch_size % world_size:
         raise ConfigError(
-            f"split_batches: a batch of {batch_size} samples cannot be divided into {world_size} equal shares",
+            f"split_batches: a batch of {plural(batch_size, 'sample')} does not divide into {world_size} equal shares",
             hint="use a batch size that is a multiple of the number of processes",
         )
     return Deal(rank, world_size, batch_size // world_size, drop_last)

@@ -11,7 +11,7 @@ from accelerate.state import GradientState as Theirs
 from fullshard.comm.waiting import waiting_for_all
 from fullshard.config.handover import launched
 from fullshard.config.switches import elastic_ranks
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.features.watchdog.watchdog import meet
 from fullshard.launch.environment import (
     RankEnvironment,
@@ -138,7 +138,7 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
         if steps * most % ranks:
             fewest = next(n for n in range(1, 10**6) if not any(n * most % each for each in allowed))
             raise ConfigError(
-                f"gradient_accumulation_steps = {steps} on {most} ranks makes a batch of {steps * most} "
+                f"gradient_accumulation_steps = {steps} on {plural(most, 'rank')} makes a batch of {steps * most} "
                 f"micro-batches, which cannot be divided evenly among {ranks} ranks",
                 hint=f"use a multiple of {fewest}, or a different number of hosts",
             )

@@ -9,7 +9,7 @@ from fullshard.checkpoint.objects import Location, entries_of, location
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX
 from fullshard.checkpoint.store import remove_checkpoint
 from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
-from fullshard.core.errors import CheckpointError, ConfigError, printable
+from fullshard.core.errors import CheckpointError, ConfigError, plural, printable
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterat
             yield directory
         else:
             logger.warning(
-                "skipping checkpoint %s", printable(f"{directory}: {problems[0]} ({len(problems)} problems)")
+                "skipping checkpoint %s", printable(f"{directory}: {problems[0]} ({plural(len(problems), 'problem')})")
             )
 
 

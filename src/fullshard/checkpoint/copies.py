@@ -41,7 +41,7 @@ from fullshard.checkpoint.store import Store
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.checkpoint.verify import problems_of_file
 from fullshard.config.switches import MAX_LOST_STEPS
-from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
+from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, plural
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_nbytes
 from fullshard.features.auto_reshard import available_host_memory
@@ -168,7 +168,8 @@ class MemoryCopies(AbstractContextManager["MemoryCopies"]):
         if not self._begun and hosts.rank == 0:
             most = self.max_lost_steps
             JOURNAL.note(Happening.COPY, step=step, nbytes=nbytes, max_lost_steps=most)
-            self._say(f"copies in host memory: {format_nbytes(nbytes)} per host; a kill undoes at most {most} steps")
+            size, steps = format_nbytes(nbytes), plural(most, "step")
+            self._say(f"copies in host memory: {size} per host; a kill undoes at most {steps}")
         self._begun, self._due = step, step + max(1, self.max_lost_steps // 2)
 
     def _make_room(self, directory: Path, nbytes: int) -> None:
@@ -284,7 +285,7 @@ def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, part
                 held.setdefault(name, []).append(hosts.host_of(rank))
     if missing := sorted(manifest.files.keys() - held.keys()):
         raise DamagedError(
-            "; ".join([f"no host has an intact copy of {missing[0]} ({len(missing)} such files in all)", *damaged[:1]])
+            "; ".join([f"no host has an intact copy of {missing[0]} (missing files: {len(missing)})", *damaged[:1]])
         )
 
     def bring(manifest: Manifest, kinds: Sequence[str], files: Set[str]) -> None:

@@ -48,7 +48,7 @@ from fullshard.checkpoint.tensors import (
 from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import pieces_of, problems_of_file, quick_problems
 from fullshard.core.boxes import UNCUT, Chunking
-from fullshard.core.errors import CheckpointError, DamagedError
+from fullshard.core.errors import CheckpointError, DamagedError, plural
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.core.progress import advance, progress
@@ -149,7 +149,7 @@ def load_proved(
         JOURNAL.note(Happening.LOAD, path=str(directory), optimizer=is_whole, saved_by=before)
         if before != now and is_whole:
             kind = Happening.SHRINK if now < before else Happening.GROWTH
-            JOURNAL.note(kind, f"from {before} ranks to {now}", before=before, now=now)
+            JOURNAL.note(kind, f"from {plural(before, 'rank')} to {now}", before=before, now=now)
     return extra
 
 
@@ -189,7 +189,7 @@ class _Load:
         self._wanted = objects_of(parts)
         objects, saved_objects = self._wanted.get("objects", []), manifest.states.get("objects")
         if objects and isinstance(saved_objects, list) and len(saved_objects) != len(objects):
-            raise CheckpointError(f"got {len(objects)} objects to load, but {len(saved_objects)} were saved")
+            raise CheckpointError(f"got {plural(len(objects), 'object')} to load, but {len(saved_objects)} were saved")
         rest(model)
         self.parameters = local_parameters(model)
         check_is_plain(self.parameters)
@@ -281,7 +281,7 @@ class _Load:
         """Restore the random number generators if the checkpoint holds their state for this rank."""
         saved_by, why = self.manifest.world_size, ""
         if self.ranks.world_size != saved_by:
-            why = f"saved by {saved_by} ranks, loaded by {self.ranks.world_size}"
+            why = f"saved by {plural(saved_by, 'rank')}, loaded by {self.ranks.world_size}"
         elif not any(name.startswith(RNG_PREFIX) for name in stored):
             why = "the checkpoint holds none"
         if why:
@@ -303,7 +303,8 @@ class _Load:
             problems.append(f"the optimizer is a {type(optimizer).__name__}, but a {saved.kind} was saved")
         groups = group_parameters(optimizer, self.parameters)
         if len(groups) != len(saved.groups):
-            problems.append(f"the optimizer has {len(groups)} parameter groups, but {len(saved.groups)} were saved")
+            has = plural(len(groups), "parameter group")
+            problems.append(f"the optimizer has {has}, but {len(saved.groups)} were saved")
         names = [{self._primary.get(local.name, local.name) for _, local in members} for members in groups]
         self._saved_groups = _in_order_of(names, saved.groups)
         for number, (mine, record) in enumerate(zip(names, self._saved_groups, strict=False)):

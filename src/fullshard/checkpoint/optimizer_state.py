@@ -15,7 +15,7 @@ from fullshard.checkpoint.elements import stored_dtype
 from fullshard.checkpoint.format import GroupRecord, Manifest, StateTensorRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, plural
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features.averages import EMA
 from fullshard.features.matrices import MatrixOptimizer
@@ -63,8 +63,8 @@ def group_parameters(
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
         if strangers:
             raise CheckpointError(
-                f"group {number} of {type(optimizer).__name__} contains {len(strangers)} tensors that are not "
-                f"parameters of the model; the first has shape {strangers[0]}",
+                f"group {number} of {type(optimizer).__name__} contains {plural(len(strangers), 'tensor')} that are "
+                f"not parameters of the model; the first has shape {strangers[0]}",
                 hint="create the optimizer after sharding the model, or call fullshard.repoint(optimizer, model)",
             )
         groups.append([(p, known[id(p)]) for p in group["params"]])
@@ -158,7 +158,7 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
     pairs = [(local, held[id(local.tensor)]) for local in parameters if id(local.tensor) in held]
     if len(pairs) != len(held):
         raise CheckpointError(
-            f"the average has {len(held)} parameters, but only {len(pairs)} of them belong to the model",
+            f"the average has {plural(len(held), 'parameter')}, but only {len(pairs)} of them belong to the model",
             hint="save each average with its own model",
         )
     yield from pairs

@@ -18,7 +18,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.device import current
 from fullshard.comm.torch_dist import all_gather_single, as_sent
 from fullshard.comm.waiting import PROGRESS, Waiting
-from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError
+from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError, plural
 from fullshard.engine.lookup import require_module
 from fullshard.features import ShardedParameter
 
@@ -53,8 +53,8 @@ class Ranks:
         first = max(parameters, key=_spread)
         if _spread(first) > 1 and not dist.is_initialized():
             raise CheckpointError(
-                f"{first.name} is sharded over {_spread(first)} ranks, but this process has destroyed its process "
-                "group",
+                f"{first.name} is sharded over {plural(_spread(first), 'rank')}, but this process has destroyed its "
+                "process group",
                 hint="save before accelerator.end_training() or any other call that destroys the process group",
             )
         ranks = cls(first.mesh.control_group if first.spec.outer_group is None else None)

@@ -77,7 +77,7 @@ def rest(model: nn.Module) -> None:
     """Reshard every unit of `model`, so that its parameters are the intervals that optimizers update."""
     for unit in units_of(model):
         if unit.is_pinned:
-            what = f"unit {unit.name!r} is kept unsharded"
+            what = f"{unit} is kept unsharded"
             raise CheckpointError(what, hint="exit the `with unsharded(model)` block first")
         unit.reshard()
     for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):

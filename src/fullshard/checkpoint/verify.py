@@ -21,7 +21,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, locat
 from fullshard.checkpoint.tensor_file import TensorFileReader, size_problem
 from fullshard.checkpoint.values import AnyTensor, decode_value
 from fullshard.core.dtypes import itemsize
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, plural
 from fullshard.core.sizes import format_nbytes
 
 
@@ -56,8 +56,8 @@ class Verification:
         if self.manifest is None or self.problems:
             return f"{self.path} is damaged:\n" + "\n".join(f"  {problem}" for problem in self.problems)
         return (
-            f"{self.path} is valid: {self.num_files} files, {format_nbytes(self.nbytes)}, "
-            f"{len(self.manifest.parameters)} parameters, saved by {self.manifest.world_size} ranks"
+            f"{self.path} is valid: {plural(self.num_files, 'file')}, {format_nbytes(self.nbytes)}, "
+            f"{plural(len(self.manifest.parameters), 'parameter')}, saved by {plural(self.manifest.world_size, 'rank')}"
         )
 
 

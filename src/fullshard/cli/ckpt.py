@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fullshard.cli.options import Dtype, MaxShardSize, Output, Overwrite, path_word
-from fullshard.core.errors import CheckpointError, ConfigError, printable
+from fullshard.core.errors import CheckpointError, ConfigError, plural, printable
 from fullshard.core.sizes import format_count, format_nbytes
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def diff(
     else:
         for difference in found:
             _say(f"{difference.name}: {difference.what}")
-        _say(f"{len(found)} differences" if found else "no difference")
+        _say(plural(len(found), "difference") if found else "no difference")
     if found:
         raise typer.Exit(DIFFERENT)
 
@@ -244,7 +244,7 @@ def prune(
         _say(f"left alone {path}: {problem}")
     if not (found.kept or found.removed or found.damaged):
         raise ConfigError(f"{directory} contains no checkpoints", hint="pass the directory that they are saved into")
-    _say(f"{len(found.kept)} intact checkpoints are kept")
+    _say(f"kept {plural(len(found.kept), 'intact checkpoint')}")
 
 
 def _native(checkpoint: str | Location, output: str | Location, *, with_optimizer: bool = True, **options: Any) -> None:
@@ -278,7 +278,7 @@ def _done(output: Location) -> None:
         sizes = [file.stat().st_size for file in output.rglob("*") if file.is_file()]
     else:
         sizes = [*output.beneath().values()]
-    _say(f"wrote {output}: {len(sizes)} files, {format_nbytes(sum(sizes))}")
+    _say(f"wrote {output}: {plural(len(sizes), 'file')}, {format_nbytes(sum(sizes))}")
 
 
 def _facts(source: Source) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.cli.options import RawCommand, path_word
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -53,7 +53,7 @@ def check(
             bad += 1
             sys.stderr.write(f"{file}: refused\n{error}\n")
             continue
-        print(f"{file}: fine, {len(resolved.settings)} settings")
+        print(f"{file}: fine, {plural(len(resolved.settings), 'setting')}")
         for note in resolved.notes:
             print(f"  {note}")
     if bad:

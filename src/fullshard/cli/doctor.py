@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 
 UNHEALTHY = 1
 """The exit code if there is a problem."""
@@ -67,7 +67,7 @@ def doctor(
         strategies = recommend(trial.ranks, trial.links)
         if not as_json:
             count = trial.facts.get("world size", count)
-            _print(f"trial of {count} rank{'s' if count != 1 else ''}", trial.facts | trial.checks)
+            _print(f"trial of {plural(count, 'rank')}", trial.facts | trial.checks)
             _print("what these links allow (full training, 4 micro-batches of 2 x 2,048 tokens)", strategies)
     healthy = not any(finding.is_wrong for finding in findings)
     if as_json:

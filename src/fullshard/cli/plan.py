@@ -16,7 +16,7 @@ from fullshard.cli.options import file_word, given_settings, options_from, path_
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.config.write import save_text
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.files import read_bytes
 from fullshard.core.sizes import parse_size
 from fullshard.plan.job import Job
@@ -160,8 +160,8 @@ def _name_details(answer: Answer) -> None:
     from fullshard.plan.evaluate import notes_of
 
     notes, others = len(notes_of(answer.plan)), len(answer.front) - 1
-    besides = f" and {others} other plan{'s' * (others > 1)}" if others > 0 else ""
-    typer.echo(f"--details prints all figures, {notes} note{'s' * (notes != 1)} on what is assumed{besides}")
+    besides = f" and {plural(others, 'other plan')}" if others > 0 else ""
+    typer.echo(f"--details prints all figures, {plural(notes, 'note')} on what is assumed{besides}")
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, model: str, devices: str, *, overwrite: bool) -> None:

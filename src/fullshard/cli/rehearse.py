@@ -13,7 +13,7 @@ import typer
 
 from fullshard.cli.options import file_word
 from fullshard.config.switches import TAKE
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 
 DOES_NOT_FIT = 1
 """Exit code when the script runs but needs more memory than the device of `--as` has."""
@@ -114,7 +114,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     said = "" if found["planned"] is None else f" (plan: {format_nbytes(found['planned'])})"
     where = "the GPU at hand" if found["is_on_gpu"] else "this CPU; memory is what the process has grown by"
     lines = [
-        f"rank {found['rank']} of {found['as']}, rehearsed for {found['steps']} steps on {where}",
+        f"rank {found['rank']} of {found['as']}, rehearsed for {plural(found['steps'], 'step')} on {where}",
         f"step: {_span(found['step_seconds'])}, of which {_span(found['exposed_seconds'])} wait for communication"
         + (f"; {tokens:,.0f} tokens/s on this rank" if tokens else "")
         + (f"; MFU {found['mfu']:.1%}{', with recomputation' * bool(found['unplanned'])}" if found["mfu"] else ""),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.options import path_word
+from fullshard.core.errors import plural
 from fullshard.core.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         rows["tokens/s"] = f"{speeds[-1]:,.0f}"
     if memory := run.series("memory_nbytes", run.recorded.resumed_after)[1]:
         ranks = run.environment.get("ranks", "?")
-        rows["memory"] = f"{format_nbytes(round(memory[-1]))} on the fullest of {ranks} ranks"
+        rows["memory"] = f"{format_nbytes(round(memory[-1]))} on the fullest of {plural(ranks, 'rank')}"
     saves = [event for event in run.events if event["kind"] == "save"]
     rows["last checkpoint"] = f"{saves[-1].get('path', '')}, {saves[-1]['time']}" if saves else "none yet"
     rows["hosts"] = str(run.environment.get("hosts", ", ".join(sorted({str(event["host"]) for event in run.events}))))

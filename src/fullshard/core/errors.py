@@ -24,6 +24,11 @@ def printable(text: str, limit: int = MAX_LINE) -> str:
     return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), cut(text, limit)), limit)
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count and its noun, as in `1 rank`, `2 ranks` or `2 processes`."""
+    return f"{count} {noun}{'es' if noun.endswith('s') else 's'}" if count != 1 else f"1 {noun}"
+
+
 def cut(text: str, limit: int) -> str:
     """Return `text`, with its middle removed if it is longer than `limit` characters."""
     if len(text) <= limit:

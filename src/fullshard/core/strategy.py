@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 
 
 class Placement(StrEnum):
@@ -114,8 +114,8 @@ class Strategy:
             expected = shard_size
         if shard_size not in (None, expected):
             raise ConfigError(
-                f"{self.name} has a shard group of {expected} ranks at world size {world_size}, got shard_size = "
-                f"{shard_size}",
+                f"{self.name} has a shard group of {plural(expected, 'rank')} at world size {world_size}, got "
+                f"shard_size = {shard_size}",
                 hint="remove shard_size, or use HYBRID_SHARD",
             )
         return replicas(world_size, expected), expected

@@ -208,7 +208,7 @@ class Backward:
             if anywhere.is_reduced and anywhere.is_not_reduced:
                 here = "ran" if bucket in launched else "did not run"
                 raise CommunicationError(
-                    f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: the unit {here} in this backward on this "
+                    f"rank {bucket.mesh.rank}, {bucket.owner}: the unit {here} in this backward on this "
                     "rank, but other ranks differ",
                     hint="run the same units on every rank in each step",
                 )

@@ -214,7 +214,7 @@ def _passed(unit: Unit, call: Call) -> Callable[[Any, Any], None]:
 def locate(error: BaseException, unit: Unit, phase: str) -> None:
     """Add a note with the rank, unit and phase to an error, unless the error is fullshard's own and names them."""
     if not isinstance(error, FullshardError):
-        error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
+        error.add_note(f"fullshard: rank {unit.mesh.rank}, {unit}, {phase}")
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ def refuse_pinned(units: Iterable[Unit], what: str, hint: str) -> None:
     """Raise `LifecycleError` if a unit is pinned unsharded, because the action `what` is then impossible."""
     pinned = next((unit for unit in units if unit.is_pinned), None)
     if pinned is not None:
-        raise LifecycleError(f"{what} while unit {pinned.name!r} is kept unsharded", hint=hint)
+        raise LifecycleError(f"{what} while {pinned} is kept unsharded", hint=hint)
 
 
 def clean_name(path: str) -> str:

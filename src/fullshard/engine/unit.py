@@ -171,7 +171,7 @@ class Unit(UnitParameters):
         """Begin the model's backward at the first gradient of this unit, in case no output hook has begun it."""
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: backward reached its parameters before any of its "
+                f"rank {self.mesh.rank}, {self}: backward reached its parameters before any of its "
                 "outputs, while they were still being gathered, so their gradients would be wrong",
                 hint=(
                     "return everything that contributes to the loss from its forward, even an auxiliary loss stored "
@@ -184,7 +184,7 @@ class Unit(UnitParameters):
         """Unshard the parameters, because backward has reached an output of `call`."""
         if torch.is_grad_enabled() and not (self.is_pinned or all(bucket.shares_main for bucket in self.buckets)):
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True (also used by "
+                f"rank {self.mesh.rank}, {self}: backward with create_graph=True (also used by "
                 "torch.func's grad, jacrev and hessian) would read parameters again after they were freed",
                 hint="run the forward and every backward through its result inside `with unsharded(model)`",
             )

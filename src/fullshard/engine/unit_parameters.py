@@ -89,6 +89,9 @@ class UnitParameters:
         self.stand_ins: Postponed | None = None
         self.made = next(_made)
 
+    def __str__(self) -> str:
+        return f"unit {self.name!r}" if self.name else "the outermost unit"
+
     def hold(self, buckets: list[Bucket]) -> None:
         """Set the unit's buckets, and put their sharded parameters into the modules."""
         self.buckets = buckets
@@ -218,8 +221,7 @@ class UnitParameters:
         """Return a context manager in which this rank waits for others. It records the unit and `phase` for reports."""
         wait = self._waits.get((self.name, phase))
         if wait is None:
-            name = f"unit {self.name!r}" if self.name else "the outermost unit"
-            wait = self._waits[self.name, phase] = Waiting(f"{name}, {phase}", [self.mesh.control_group])
+            wait = self._waits[self.name, phase] = Waiting(f"{self}, {phase}", [self.mesh.control_group])
         wait.step = self.schedule.steps + 1
         return wait
 
@@ -231,7 +233,7 @@ def _check_unchanged(bucket: Bucket) -> None:
         return  # a single rank, whose `full` shares the memory of `main`
     names = ", ".join(str(bucket.sharded_parameters[index].name) for index in changed)
     raise LifecycleError(
-        f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: {names} changed in place while unsharded (clamp_, "
+        f"rank {bucket.mesh.rank}, {bucket.owner}: {names} changed in place while unsharded (clamp_, "
         "Embedding(max_norm=), ...), but other ranks have separate copies, and the change would be lost",
         hint="change parameters between steps, under unsharded(model, writeback=True), in the same way on all ranks",
     )

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fullshard.core.errors import WrapError
+from fullshard.core.errors import WrapError, plural
 from fullshard.core.user_class import inner_forward, user_class
 
 IGNORED = -100
@@ -135,7 +135,7 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     flat = hidden.reshape(-1, hidden.shape[-1])
     if len(flat) != len(targets.labels):
         raise WrapError(
-            f"the batch has {len(targets.labels)} labels, but the head received {len(flat)} tokens",
+            f"the batch has {plural(len(targets.labels), 'label')}, but the head received {len(flat)} tokens",
             hint="remove the argument logits_to_keep",
         )
     targets.loss = chunked_cross_entropy(flat, self.weight, self.bias, targets.labels, tokens=targets.chunk)

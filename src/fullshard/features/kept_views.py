@@ -80,7 +80,7 @@ class _Views:
         """Replace each view with an object that raises an error, because the memory of the parameters will be freed."""
         for holder, attribute, path in self._places.values():
             freed = _Freed.of(
-                f"unit {self._unit.name!r}: {path} is a view of one of its parameters, and their memory has been freed"
+                f"{self._unit}: {path} is a view of one of its parameters, and their memory has been freed"
             )
             value = holder.get(attribute)
             hidden = map_tensors(functools.partial(self._freed, freed), value)

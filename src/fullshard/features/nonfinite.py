@@ -23,7 +23,7 @@ from torch import nn
 from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
 from fullshard.comm.waiting import waiting_in_step
-from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError, first_of
+from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError, first_of, plural
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
@@ -231,7 +231,7 @@ class NonFiniteGuard(Extension):
         self._in_a_row += 1
         if self._in_a_row > self.limit:
             raise NonFiniteError(
-                f"{finding}; {self.limit} consecutive steps have already been skipped",
+                f"{finding}; already skipped {plural(self.limit, 'consecutive step')}",
                 hint="lower the learning rate, or resume from an earlier checkpoint",
             )
 

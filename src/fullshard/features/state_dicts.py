@@ -83,7 +83,7 @@ def _before_load_state_dict(
     replaces = bool(local_metadata.get("assign_to_params_buffers"))
     if unit.is_pinned and replaces:
         raise LifecycleError(
-            f"unit {unit.name!r}: load_state_dict(assign=True) would replace parameters that are kept unsharded",
+            f"{unit}: load_state_dict(assign=True) would replace parameters that are kept unsharded",
             hint="omit assign=True, or load outside of `with unsharded(model)`",
         )
     if unit.is_pinned:

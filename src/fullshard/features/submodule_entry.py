@@ -120,7 +120,7 @@ def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if unit.is_at_rest:
                 error.add_note(
-                    f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}: {type(self).__name__}.{name} was called "
+                    f"fullshard: rank {unit.mesh.rank}, {unit}: {type(self).__name__}.{name} was called "
                     f"outside of forward, where parameters are sharded\n"
                     f"hint: call fullshard.register_fsdp_forward_method(module, {name!r}) after fully_shard"
                 )

@@ -6,6 +6,7 @@ from typing import Self
 
 from torch import nn
 
+from fullshard.core.errors import plural
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
@@ -101,20 +102,19 @@ class Sharding:
             shards = f", {format_nbytes(self.host_nbytes)} of shards" if self.offload.has_shards else ""
             packed += f"; {self.offload} on the host{shards}"
         return (
-            f"{self._placement()}: "
-            f"{format_count(self.total_numel)} parameters in {self.units} units, {self.buckets} buckets; "
-            f"this rank owns {format_count(self.rank_numel)} ({share:.1%}), {format_nbytes(self.rank_nbytes)}; "
-            f"largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded ({self.largest_unit or 'the root'}); "
-            f"padding {self.padding:.3%}{packed}"
+            f"{self._placement()}: {format_count(self.total_numel)} parameters in {plural(self.units, 'unit')}, "
+            f"{plural(self.buckets, 'bucket')}; this rank owns {format_count(self.rank_numel)} ({share:.1%}), "
+            f"{format_nbytes(self.rank_nbytes)}; largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded "
+            f"({self.largest_unit or 'the root'}); padding {self.padding:.3%}{packed}"
         )
 
     def _placement(self) -> str:
         if self.world_size == 1 and not self.beneath:
             return "whole on 1 rank"
         strategy = self.strategy + (f" keeping {self.kept} of {self.units} units" if self.kept else "")
-        how = "sharded over" if self.shard_size > 1 else "replicated on"
+        how = ("sharded over " if self.shard_size > 1 else "replicated on ") + plural(self.world_size, "rank")
         beneath = f", beneath it {self.beneath}" if self.beneath else ""
-        return f"{how} {self.world_size} ranks ({strategy}, {self.replicate_size} x {self.shard_size}){beneath}"
+        return f"{how} ({strategy}, {self.replicate_size} x {self.shard_size}){beneath}"
 
 
 def describe(model: nn.Module) -> Sharding:

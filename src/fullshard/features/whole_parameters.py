@@ -55,11 +55,11 @@ def unsharded(model: nn.Module, *, writeback: bool | None = None, recurse: bool 
             elif bucket.originals.versions() == version:
                 continue
             elif not bucket.shares_main and writeback is None:
-                text = f"unit {bucket.owner.name!r}: changes of parameters under unsharded() are discarded"
+                text = f"{bucket.owner}: changes of parameters under unsharded() are discarded"
                 warnings.warn(f"{text}; use unsharded(model, writeback=True) to keep them", stacklevel=3)
             elif bucket.shares_main:
                 raise LifecycleError(
-                    f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback on a "
+                    f"{bucket.owner}: parameters were changed under unsharded() without writeback on a "
                     "rank that owns them completely, so the change has taken effect",
                     hint="use unsharded(model, writeback=True)",
                 )

@@ -14,7 +14,7 @@ from fullshard.comm import device as devices
 from fullshard.comm.mesh import TIMEOUT_SECONDS, join_process_group
 from fullshard.comm.waiting import PROGRESS, waiting_for_all
 from fullshard.config.switches import ELASTIC, timeout_of_environment
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.threads import rest_at_exit
 from fullshard.launch.device import kind_of, object_device
 
@@ -97,7 +97,7 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
     if environment.local_rank >= count:
         raise ConfigError(
             f"local rank {environment.local_rank} has no {kind.upper()} device: this host has {count}",
-            hint=f"start at most {count} processes per host, or use --device cpu" if count else "use --device cpu",
+            hint=f"start {plural(count, 'process')} per host, or use --device cpu" if count else "use --device cpu",
         )
     return devices.select(kind, environment.local_rank)
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.config.schema import LaunchConfig
 from fullshard.config.switches import ELASTIC, TOKEN
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.journal import JOURNAL, Happening, told_by_processes
 from fullshard.core.paths import local_path
 from fullshard.core.process import read_status
@@ -148,7 +148,7 @@ def run_job(job: LaunchJob) -> int:
             return agent.outcome(agent.run())
         except SignalException as error:
             _show_cursor()
-            say(f"{signal.Signals(error.sigval).name}: all {job.nproc} processes on this host were ended")
+            say(f"{signal.Signals(error.sigval).name}: {plural(job.nproc, 'process')} on this host ended")
             return 128 + int(error.sigval)
 
 
@@ -230,13 +230,14 @@ class Agent(LocalElasticAgent):
             if not any(self._preemption.glob("stopping-*")):
                 return 0
             say(
-                f"the {self._job.nproc} processes on this host stopped because of a signal; restart the job to continue"
+                f"the {plural(self._job.nproc, 'process')} on this host stopped because of a signal; restart the job "
+                "to continue"
             )
             return PREEMPTED
         _show_cursor()
         if cause is not None and not cause.here:
             # The other host has recorded it. Without a shared disk, this host's file does not contain it.
-            say(f"the {self._job.nproc} processes on this host were ended because of another host:")
+            say(f"{plural(self._job.nproc, 'process')} on this host ended because of another host:")
             _tell(self._told(cause))
             return 1
         rank, failure = root_cause(result.failures, self._scene.ended)
@@ -340,7 +341,7 @@ class Agent(LocalElasticAgent):
             self._asked.append((number, now + grace))
             self._note(Happening.PREEMPTION, f"{number.name}: asked to save and end", grace_period=grace)
             say(
-                f"{number.name}: the {self._job.nproc} processes on this host will save and end within "
+                f"{number.name}: the {plural(self._job.nproc, 'process')} on this host will save and end within "
                 f"{grace:g} s; a second signal ends them immediately"
             )
 

@@ -12,7 +12,7 @@ from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
 from fullshard.config.settings import plain_message
 from fullshard.config.switches import TAKE, TIMEOUT
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.requirements import version_of
 from fullshard.launch import bootstrap
 from fullshard.launch.processes import check_count, usable_cpu_count, worker_variables
@@ -69,8 +69,8 @@ class LaunchPlan:
         precision = self.resolved.config.precision
         computing = f" (param_dtype {precision.param_dtype})" if precision.param_dtype else ""
         return (
-            f"starting {self.world_size} process{'es' if self.world_size > 1 else ''} on {where}, {backend}, "
-            f"{strategy}: {replicas} replica{'s' if replicas > 1 else ''} x {shards} shard{'s' if shards > 1 else ''}, "
+            f"starting {plural(self.world_size, 'process')} on {where}, {backend}, "
+            f"{strategy}: {plural(replicas, 'replica')} x {plural(shards, 'shard')}, "
             f"precision {precision.mode}{computing}"
         )
 
@@ -102,7 +102,7 @@ def make_plan(
         what = "GPU" if device == "cuda" else device.upper()
         raise ConfigError(
             f"{resolved.origin('launch.num_processes')}: {per_host} processes per host need as many devices, "
-            f"but this host has {devices} {what}{'s' if devices > 1 else ''}",
+            f"but this host has {plural(devices, what)}",
             hint=f"use {devices * launch.num_machines}, or --cpu",
         )
     if device == "cpu" and not elsewhere:

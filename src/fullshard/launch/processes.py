@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from fullshard.config.hardware import usable_cpu_count as usable_cpu_count
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 
 _MOST_PER_PROCESSOR = 64
 _PR_SET_CHILD_SUBREAPER = 36
@@ -31,7 +31,7 @@ def check_count(nproc: int, said_by: str = "") -> None:
     processors = usable_cpu_count()
     if nproc > (most := _MOST_PER_PROCESSOR * processors):
         raise ConfigError(
-            f"{said_by}{nproc} processes are too many for this host, which has {processors} processors",
+            f"{said_by}{plural(nproc, 'process')} are too many for a host with {plural(processors, 'processor')}",
             hint=f"use at most {most}; running more than two per processor is slow and only useful for trials",
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from fullshard.config.dialect import Note, Reading, Setting, Status
 from fullshard.config.origin import Origin
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 
 _FIRST_PORT, _PORTS = 20000, 10000
 
@@ -27,15 +27,15 @@ def read_allocation(environ: Mapping[str, str]) -> Reading:
     _, tasks = _number(environ, *(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if in_step else ()), default=1)
     if tasks > hosts:
         raise ConfigError(
-            f"$SLURM_NTASKS: srun started {tasks} tasks on {hosts} hosts, but each task would start a process per "
-            "device",
+            f"$SLURM_NTASKS: srun started {plural(tasks, 'task')} on {plural(hosts, 'host')}, but each task would "
+            "start a process per device",
             hint="use `srun --ntasks-per-node=1` to start one task per host",
         )
     if hosts == 1:
         return Reading()
     if not in_step or tasks < hosts:
         raise ConfigError(
-            f"${variable}: the allocation has {hosts} hosts, but the launcher was started on "
+            f"${variable}: the allocation has {plural(hosts, 'host')}, but the launcher was started on "
             f"{tasks if in_step else 1} of them",
             hint="start it with `srun --ntasks-per-node=1`, or use `--num_machines 1` to use only this host",
         )

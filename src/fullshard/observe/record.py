@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from fullshard.core.errors import DataError, cut
+from fullshard.core.errors import DataError, cut, plural
 from fullshard.core.files import MIB, read_lines, read_object
 from fullshard.core.journal import JOURNAL_NAME, read_journal
 from fullshard.core.paths import local_path
@@ -121,10 +121,10 @@ class RunRecord:
         why = str(failure.get("message") or failure.get("how") or "").partition("\n")[0]
         further = "; the record does not show whether the run continues" if self.events else ""
         return {
-            "done": f"done, {last} steps",
+            "done": f"done, {plural(last, 'step')}",
             "failed": f"failed after step {last}: {why}",
             "stopped": f"stopped by a signal after step {last}",
-            "unknown": f"{last} steps{further}",
+            "unknown": f"{plural(last, 'step')}{further}",
         }[self.outcome]
 
 

@@ -9,7 +9,7 @@ from fullshard.config.document import read_document
 from fullshard.config.load import load_file, recipe_arguments
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.values import integer
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.sizes import GIB
 from fullshard.plan.answer import PlanQuestion, as_text, filled
 from fullshard.plan.evaluate import MARGIN, Change, Plan, changes_that_fit, evaluate
@@ -139,7 +139,7 @@ def _question(
     cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines, host_memory)
     if processes not in (None, cluster.count):
         raise ConfigError(
-            f"{config} starts {processes} processes, but --devices {devices} specifies {cluster.count}",
+            f"{config} starts {plural(processes, 'process')}, but --devices {devices} specifies {cluster.count}",
             hint=f"use --devices {cluster.device.name}, or change the file",
         )
     return job, cluster, notes

@@ -36,7 +36,7 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 from fullshard.core.dtypes import itemsize
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.plan.attention import WRITTEN_OUT, what_runs
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
@@ -221,9 +221,9 @@ def check_groups(model: ModelShape, job: Job, cluster: Cluster, *, groups: int, 
     """
     axes, needed = f"cp {job.cp} x sp {job.sp}", job.shared_by
     if groups % needed:
-        beside = f" in tensor-parallel groups of {job.tp}" if job.tp > 1 else ""
+        ranks = plural(cluster.count, "rank") + (f" in tensor-parallel groups of {job.tp}" if job.tp > 1 else "")
         raise ConfigError(
-            f"{axes} = {needed} ranks share each sequence, which does not divide the {cluster.count} ranks{beside}",
+            f"{axes} = {needed} ranks share each sequence, which does not divide the {ranks}",
             hint="choose cp and sp whose product divides the ranks",
         )
     for axis, size in ((axes, needed), (f"ep {job.ep}", job.ep)):

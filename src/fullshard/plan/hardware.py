@@ -12,7 +12,7 @@ from typing import Any
 
 from fullshard.config.switches import COMM
 from fullshard.core.dtypes import itemsize
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.files import read_object, write_text
 from fullshard.core.paths import local_path
 from fullshard.core.sizes import GIB
@@ -173,7 +173,7 @@ class Cluster:
         return self.count // self.hosts
 
     def __str__(self) -> str:
-        return f"{self.count} x {self.device.name} in {self.hosts} host{'s' if self.hosts > 1 else ''}"
+        return f"{self.count} x {self.device.name} in {plural(self.hosts, 'host')}"
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
@@ -208,7 +208,7 @@ def parse_cluster(text: str, hosts: int | None = None, host_memory: int | None =
         hosts = max(1, -(-count // device.per_host))
     if hosts < 1 or count % hosts:
         raise ConfigError(
-            f"{count} devices cannot be divided evenly among {hosts} hosts",
+            f"{plural(count, 'device')} cannot be divided evenly among {plural(hosts, 'host')}",
             hint="use a multiple of the number of hosts",
         )
     if host_memory is not None and host_memory < GIB:
@@ -227,7 +227,7 @@ def parse_cluster(text: str, hosts: int | None = None, host_memory: int | None =
 def check_rank(rank: int, count: int) -> None:
     """Raise `ConfigError` if a job of `count` ranks does not have a rank with this number."""
     if not 0 <= rank < count:
-        raise ConfigError(f"rank {rank} does not exist in a job of {count} ranks", hint="ranks are numbered from 0")
+        raise ConfigError(f"a job of {plural(count, 'rank')} has no rank {rank}", hint="ranks are numbered from 0")
 
 
 def write_calibration(device: Device, path: Path) -> None:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.config.schema import RunConfig
+from fullshard.core.errors import plural
 from fullshard.core.sizes import GIB, format_count, format_nbytes
 from fullshard.plan.evaluate import Change, Plan, notes_of
 from fullshard.plan.job import Job
@@ -34,8 +35,8 @@ def _headline(plan: Plan) -> str:
     trained = "" if plan.trainable == plan.parameters else f", {format_count(plan.trainable)} of them trained"
     shared = f" on {job.shared_by} ranks" * (job.shared_by > 1)
     return (
-        f"{plan.model.name}: {format_count(plan.parameters)} parameters{trained}, {len(units)} units, "
-        f"{len(layouts)} buckets, padding {padding:.3%}\n"
+        f"{plan.model.name}: {format_count(plan.parameters)} parameters{trained}, {plural(len(units), 'unit')}, "
+        f"{plural(len(layouts), 'bucket')}, padding {padding:.3%}\n"
         f"{plan.cluster}; {job.strategy}, {job.precision}, {job.optimizer}, {job.method}; micro-batch "
         f"{job.micro_batch} x {job.seq_len} tokens{shared}, {job.accumulation} per step; "
         f"checkpointing {job.checkpointing}"
@@ -82,9 +83,9 @@ def _rest_table(plan: Plan) -> Table:
         )
     if work is not None:
         rows["matrices"] = (
-            f"{work.count} of {format_count(work.numel)} elements on {work.ranks} ranks: the busiest computes "
-            f"{work.over_mean:.2f} of the mean; each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and "
-            f"back, {format_nbytes(round(work.replicated_nbytes))} to replicas"
+            f"{work.count} of {format_count(work.numel)} elements on {plural(work.ranks, 'rank')}: the busiest "
+            f"computes {work.over_mean:.2f} of the mean; each rank sends {format_nbytes(round(work.sent_nbytes))} to "
+            f"owners and back, {format_nbytes(round(work.replicated_nbytes))} to replicas"
         )
     if plan.job.on_host and not plan.cluster.device.is_cpu:
         rows["between host and device"] = (

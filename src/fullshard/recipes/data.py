@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fullshard.core.errors import ConfigError, DataError
+from fullshard.core.errors import ConfigError, DataError, plural
 from fullshard.core.files import read_object, write_text
 from fullshard.core.imports import import_extra
 from fullshard.core.sizes import format_count
@@ -239,7 +239,7 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
     train, held_out = (PackedSequences(part, seq_len) for part in np.split(tokens, [count - kept]))
     if len(train) < arguments.batch_size:
         raise DataError(
-            f"the data has {len(train)} sequences, which is fewer than one batch of {arguments.batch_size}",
+            f"the data has {plural(len(train), 'sequence')}, which is fewer than one batch of {arguments.batch_size}",
             hint="use more data, a smaller --batch-size or a shorter --seq-len",
         )
     return TrainingData(tokenizer, train, held_out, made["crc32c"])

@@ -16,7 +16,7 @@ from accelerate.utils import ProfileKwargs
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline.merged import write_merged
-from fullshard.core.errors import ConfigError, DataError, HubError, cut, own_errors
+from fullshard.core.errors import ConfigError, DataError, HubError, cut, own_errors, plural
 from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers import SFTTrainer
 from fullshard.integrations.transformers.trainer import complete_checkpoints
@@ -223,7 +223,7 @@ def load_data(arguments: SFTArguments, *, has_template: bool = True) -> tuple[An
         data.append(rows)
     if size is None:
         return data[0], data[1]
-    with own_errors(f"--eval_split_size {size:g} does not fit {len(data[0])} rows"):
+    with own_errors(f"--eval_split_size {size:g} does not fit {plural(len(data[0]), 'row')}"):
         parts = data[0].train_test_split(size if size < 1 else int(size), seed=training.seed)
     say(f"{len(parts['test']):,} rows are held out for evaluation, {len(parts['train']):,} remain")
     return parts["train"], parts["test"]

@@ -36,7 +36,7 @@ from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.values import decode_value
 from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
-from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError
+from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError, plural
 from fullshard.core.files import write_text
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_count, format_nbytes
@@ -443,8 +443,8 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
         return arguments
     if arguments.batch_size < ranks[1]:
         raise ConfigError(
-            f"--batch-size {arguments.batch_size} is too small for up to {ranks[1]} ranks: some would have no "
-            "sequences",
+            f"--batch-size {arguments.batch_size} is too small for up to {plural(ranks[1], 'rank')}: some would have "
+            "no sequences",
             hint=f"use a batch size of at least {ranks[1]}, or fewer hosts",
         )
     most = math.ceil(arguments.batch_size / ranks[1])
@@ -483,7 +483,7 @@ def require_same_run(paths: Sequence[Location], arguments: TrainArguments, check
         hint = "use the same data and settings, use another --output-dir, or remove the checkpoints to start over"
         raise ConfigError(f"{path} belongs to another run: {what}", hint=hint)
     if step > arguments.steps:
-        raise ConfigError(f"the checkpoint {path} was saved after {step} steps, but --steps is {arguments.steps}")
+        raise ConfigError(f"the checkpoint {path} is of step {step}, but --steps is {arguments.steps}")
 
 
 def run(arguments: TrainArguments) -> None:

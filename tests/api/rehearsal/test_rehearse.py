@@ -151,7 +151,7 @@ def test_memory_is_that_of_a_real_rank(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--as", "8xH100", "--rank", "8", "--", "x.py"], "rank 8 does not exist in a job of 8 ranks"),
+        (["--as", "8xH100", "--rank", "8", "--", "x.py"], "a job of 8 ranks has no rank 8"),
         (["--as", "8xH100", "--links", "wires", "--", "x.py"], "unknown hardware 'wires'"),
         (["--as", "8xH100", "--", "nowhere.py"], "the script nowhere.py does not exist"),
         (["--as", "8xH100", "--", "--no_python", "true"], "only a Python script or module can be rehearsed"),

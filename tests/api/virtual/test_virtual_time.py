@@ -359,7 +359,7 @@ def test_the_command(tmp_path: Path) -> None:
     for wrong, message in {
         ("--timeline", str(trace)): "--timeline requires --devices",
         ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "use only one of the two",
-        ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 does not exist in a job of 8 ranks",
+        ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "a job of 8 ranks has no rank 8",
         ("--timeline", str(trace), "-d", "2xCPU"): "virtual time does not support CPUs",
         (): "the option --world-size is required",
         ("--world-size", "8", "-d", "8xH100"): "require a step in virtual time",

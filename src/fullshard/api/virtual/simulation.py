@@ -20,7 +20,7 @@ from fullshard.api.virtual.attention import dividing
 from fullshard.api.virtual.device import VirtualDevice, instead
 from fullshard.api.virtual.group import playing
 from fullshard.comm.mesh import Mesh, init_mesh
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra
 from fullshard.engine.lookup import units_of
@@ -70,7 +70,8 @@ class Simulation:
             for es in (self.events, self.predicted)
         )
         if idle := [unit for unit in planned if unit not in ran]:
-            return [f"{len(idle)} planned units did not run, the first is {idle[0]}: a simulation passes only tokens"]
+            units = plural(len(idle), "planned unit")
+            return [f"{units} did not run, the first is {idle[0]}: a simulation passes only tokens"]
         found = []
         # The saved tensors of a model depend on its kernels, and the meta device has others.
         events, predicted = ([e for e in es if e.what != "activations"] for es in (self.events, self.predicted))

@@ -14,7 +14,7 @@ from fullshard.checkpoint.format import GroupRecord, OptimizerRecord, StateTenso
 from fullshard.checkpoint.offline.source import tensor_record
 from fullshard.checkpoint.torch_files import check_tensor
 from fullshard.checkpoint.values import encode_plain
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, plural
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def optimizer_record(
     strangers = sorted({*state, *(name for group in groups for name in group["params"])} - parameters.keys())
     if strangers:
         raise CheckpointError(
-            f"{where} holds {len(strangers)} parameters that the model does not have; the first is {strangers[0]!r}",
+            f"{where} holds {plural(len(strangers), 'parameter')} unknown to the model; the first is {strangers[0]!r}",
             hint="import the model and the optimizer from the same save",
         )
     leaves: dict[str, Any] = {}

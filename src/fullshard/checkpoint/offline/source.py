@@ -33,7 +33,7 @@ from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.checkpoint.verify import quick_problems
 from fullshard.comm import torch_private
 from fullshard.core.dtypes import itemsize
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, plural
 from fullshard.core.layout import Interval
 from fullshard.core.sizes import MIB
 from fullshard.engine.precision import dtype_name
@@ -142,7 +142,7 @@ def require_values(source: Source, hint: str | None = None) -> dict[str, TensorR
     absent = [name for name, record in records.items() if not record.is_stored]
     if absent:
         raise CheckpointError(
-            f"{source.path} does not hold the values of {len(absent)} tensors; the first is {absent[0]!r}", hint=hint
+            f"{source.path} lacks the values of {plural(len(absent), 'tensor')}; the first is {absent[0]!r}", hint=hint
         )
     return records
 

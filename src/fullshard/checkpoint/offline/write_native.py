@@ -38,7 +38,7 @@ from fullshard.checkpoint.store import Store, new_checkpoint
 from fullshard.checkpoint.tensor_file import TensorEntry, write_tensor_file
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, plural
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 from fullshard.core.progress import progress
 from fullshard.core.version import __version__
@@ -198,7 +198,7 @@ def _write_rank_states(new: Store, source: Source, world_size: int, notes: list[
     files = {}
     saved = source.contents.manifest.world_size if source.contents.manifest else 0
     if saved and saved != world_size:
-        notes.append(f"random number generators: saved by {saved} ranks, so they cannot be used by {world_size}")
+        notes.append(f"random number generators: saved by {plural(saved, 'rank')}, not usable by {world_size}")
     for rank in range(saved if saved == world_size else min(saved, 1)):
         tensors = source.rank_state(rank)
         if saved != world_size:

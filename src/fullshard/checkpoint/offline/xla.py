@@ -16,7 +16,7 @@ import torch
 from fullshard.checkpoint.offline.source import Source, T, plain_name
 from fullshard.checkpoint.offline.torch_state import Pieces, memory_source
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, plural
 
 _OUTER = "model.model."
 """The prefix that TorchAcc's wrappers add to every name."""
@@ -129,8 +129,8 @@ def _optimizer_state(
     (options, *more), count = states[0]["param_groups"], len(shards)
     if more or list(options["params"]) != list(range(count)):
         raise CheckpointError(
-            f"{path}: the optimizer has {1 + len(more)} parameter groups, the first with {len(options['params'])} "
-            f"parameters, but the model has {count} parameters, so parameters cannot be matched to their names",
+            f"{path}: the optimizer has {plural(1 + len(more), 'parameter group')}, the first "
+            f"with {len(options['params'])} of the model's {count} parameters, so their names are unknown",
             hint="import without the optimizer (--no-optimizer)",
         )
     state: dict[str, dict[str, Any]] = {name: {} for shard in shards for name in members(shard)}

@@ -75,7 +75,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     for bucket in buckets:
         if bucket.has_gradient and bucket.gradient.keeps_unreduced:
             raise LifecycleError(
-                f"{type(optimizer).__name__} cannot step: the gradients of unit {bucket.owner.name!r} are not reduced, "
+                f"{type(optimizer).__name__} cannot step: the gradients of {bucket.owner} are not reduced, "
                 "because the last backward ran under no_sync or set_requires_gradient_sync(False)",
                 hint="enable the reduction for the last backward before a step",
             )

@@ -14,7 +14,7 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.process import this_process
 from fullshard.engine.bucket import Bucket
@@ -130,8 +130,8 @@ class ConsistencyCheck(Extension):
                 whose, on = f"rank {other}'s", f"on rank {other}"
             text = (
                 f"rank {pace.rank} ({where[pace.rank]}) is slow: {usual / pace.computing:.2f} of {whose} speed over "
-                f"the last {self.every} steps; it computes {pace.computing:.3g} s of a step (forward and backward, "
-                f"without waiting), {usual:.3g} s {on}; it waits {pace.waiting:.3g} s for others and spends "
+                f"the last {plural(self.every, 'step')}; it computes {pace.computing:.3g} s of a step (forward and "
+                f"backward, without waiting), {usual:.3g} s {on}; it waits {pace.waiting:.3g} s for others and spends "
                 f"{pace.elsewhere:.3g} s on anything else (data, optimizer, saves, logs)"
             )
             sys.stderr.write(f"fullshard: {text}\n")

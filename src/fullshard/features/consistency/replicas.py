@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import ReplicaError, first_of
+from fullshard.core.errors import ReplicaError, first_of, plural
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.process import this_process
 from fullshard.engine.kinds import inner_tensors
@@ -50,7 +50,7 @@ def find_difference(model: Schedule) -> None:
         return
     ranks = " and ".join(f"rank {rank} ({odd[rank]})" for rank in sorted(odd))
     text = f"replicas hold different weights: {first_of(list(names), _SHOWN)} of {ranks}"
-    text += "" if is_even else f", unlike {mesh.replicate_size - 1} other replicas"
+    text += "" if is_even else f", unlike {plural(mesh.replicate_size - 1, 'other replica')}"
     if mesh.is_first:  # before the error ends the run, so that the report contains this
         JOURNAL.note(Happening.REPLICA, text, rank=min(odd), ranks=sorted(odd), parameters=list(names)[:_SHOWN])
     hint = "the replicas are evenly split, so the correct values are unknown: " if is_even else ""

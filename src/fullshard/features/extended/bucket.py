@@ -115,7 +115,7 @@ class ExtendedBucket(Bucket):
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} was changed in place inside unsharded(). The "
+                f"rank {self.mesh.rank}, {self.owner}: {name} was changed in place inside unsharded(). The "
                 "change would be lost, because it is a temporary tensor that `fsdp_post_all_gather` returned",
                 hint="change the sharded parameter in place instead",
             )

@@ -74,7 +74,7 @@ def _applied(unit: Unit, fn: Function) -> _Applied:
         is_own = result.device == unit.mesh.device or unit.storage.is_home(result.device)
         if unit.stand_ins is None or not is_own or result.dtype != dtype:
             raise LifecycleError(
-                f"unit {unit.name!r}: cannot convert sharded parameters from {dtype} on {before} to {result.dtype} on "
+                f"{unit}: cannot convert sharded parameters from {dtype} on {before} to {result.dtype} on "
                 f"{result.device}",
                 hint="move the model before sharding it, or call to_empty() to move it from the meta device",
             )
@@ -87,15 +87,14 @@ def _check_cast(unit: Unit) -> None:
     is_real = unit.stand_ins is None
     if is_real and (unit.schedule.optimizer_steps or any(p.grad is not None for _, p in unit.entries)):
         raise LifecycleError(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that have gradients or "
-            "optimizer state",
+            f"rank {unit.mesh.rank}, {unit}: cannot cast sharded parameters that have gradients or optimizer state",
             hint="cast the model before the first step; for mixed precision use mp_policy",
         )
     originals = [(slot.parameter, parameter.name) for slot, parameter in unit.entries if is_real]
     own, after = torch_private.gradient_hooks, torch_private.accumulated_hooks  # `after` has the engine's own hook
     if hooked := [name for original, name in originals if own(original) or len(after(original) or ()) > 1]:
         raise LifecycleError(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that had hooks before "
+            f"rank {unit.mesh.rank}, {unit}: cannot cast sharded parameters that had hooks before "
             f"fully_shard: {hooked}",
             hint="cast the model before fully_shard, or register the hooks after the cast",
         )
@@ -104,7 +103,7 @@ def _check_cast(unit: Unit) -> None:
     why_not = next((kind.why_no_cast for kind in kinds if kind.why_no_cast), "")
     if why_not:
         raise LifecycleError(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters {why_not}",
+            f"rank {unit.mesh.rank}, {unit}: cannot cast sharded parameters {why_not}",
             hint="cast the model before fully_shard; for mixed precision use mp_policy",
         )
 

@@ -73,7 +73,7 @@ class StandIns:
         """Return the error to raise when a unit is used before its parameters have values."""
         return LifecycleError(
             "FSDP parameters should be materialized from meta device before training, but the following were still "
-            f"on meta device: {self.names_on_meta} (rank {unit.mesh.rank}, unit {unit.name!r})",
+            f"on meta device: {self.names_on_meta} (rank {unit.mesh.rank}, {unit})",
             hint=(
                 "call model.to_empty(device=...) and initialise the model, or call load_state_dict; "
                 "fullshard.shard_model runs the model's own initialisation one unit at a time"
@@ -199,7 +199,7 @@ def _warn_of_empty(unit: Unit) -> None:
     empty = [p.name for p in plain if p.local.numel() and bool(p.local.isnan().all())]
     if empty:
         warnings.warn(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: to_empty() allocated parameters that were never filled: "
+            f"rank {unit.mesh.rank}, {unit}: to_empty() allocated parameters that were never filled: "
             f"{', '.join(empty)}",
             stacklevel=2,
         )

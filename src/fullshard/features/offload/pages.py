@@ -155,7 +155,7 @@ class Pages:
         block, view = saved.block, saved.view
         found = saved.tensor._version
         if found != saved.version:
-            where = "" if block is None else f", saved in unit {block.page.unit.name!r},"
+            where = "" if block is None else f", saved in {block.page.unit},"
             shape = tuple(saved.tensor.shape if view is None else view.size)
             raise LifecycleError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -183,7 +183,7 @@ class CodedBucket(Bucket):
         if changed := self.originals.take_changes():
             names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place inside unsharded(), but "
+                f"rank {self.mesh.rank}, {self.owner}: {names} changed in place inside unsharded(), but "
                 f"weights that are stored as {self._form.name} cannot be changed",
                 hint="merge adapters with `fullshard merge`, or change the weights before the model is sharded",
             )

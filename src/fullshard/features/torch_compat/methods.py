@@ -180,7 +180,7 @@ class TorchMethods(FSDPModule):
             # Use torch's exact text, which scripts may compare. The details are in a note.
             error = ConfigError("stream cannot be set when using native HSDP")
             error.add_note(
-                f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, over which gradients are reduced anyway\n"
+                f"{unit} has {unit.mesh.replicate_size} replicas, over which gradients are reduced anyway\n"
                 "hint: omit stream, or shard over a 1-D mesh and reduce between replicas in the hook"
             )
             raise error

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from fullshard.core.errors import CommunicationError
+from fullshard.core.errors import CommunicationError, plural
 from fullshard.core.journal import JOURNAL
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
@@ -64,7 +64,7 @@ class DesyncDetection(Extension):
     def before_first_use(self, *, in_forward: bool) -> None:
         """Check that the model is the same on every rank. This is a collective."""
         if in_forward:
-            self._compare_model([f"weights loaded into {self._loads} units"])
+            self._compare_model([f"weights loaded into {plural(self._loads, 'unit')}"])
             WATCHDOG.forget_failures(self._mesh.groups)
         elif self._mesh.gather.size > 1:
             self._compare_model([])
@@ -75,7 +75,7 @@ class DesyncDetection(Extension):
         for unit in units:  # last: if the models themselves differ, report that
             places = [] if unit.stand_ins is not None else [bucket.buffer.place for bucket in unit.buckets]
             if any(place is not None for place in places):  # places also depend on earlier models and failures
-                lines.append(f"unit {unit.name!r} has its buckets at {places} in the memory that ranks share")
+                lines.append(f"{unit} has its buckets at {places} in the memory that ranks share")
         self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
 
     def step_begins(self) -> None:
@@ -89,7 +89,7 @@ class DesyncDetection(Extension):
     def call_begins(self, unit: Unit) -> None:
         """In the first forward, check that all ranks have reached the same unit, before this rank waits for them."""
         if not self.is_order_verified:
-            self._compare_first(f"unit {unit.name!r}")
+            self._compare_first(str(unit))
         elif unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING:
             self._has_gathered |= self._mesh.gather.size > 1
         self._forward.append(unit)
@@ -151,8 +151,8 @@ class DesyncDetection(Extension):
         """Compare the messages of all ranks, and raise an error that describes the difference if they are not equal."""
         if largest[0] != smallest[0]:
             raise CommunicationError(
-                f"rank {self._mesh.rank}: load_state_dict has loaded {self._loads} units on this rank and a different "
-                "number on other ranks, so the model is only partly loaded",
+                f"rank {self._mesh.rank}: load_state_dict has loaded {plural(self._loads, 'unit')} on this rank and a "
+                "different number on other ranks, so the model is only partly loaded",
                 hint=(
                     "call load_state_dict on every rank, or use fullshard.checkpoint.load_full_state_dict, which "
                     "distributes the state dict of one rank"
@@ -167,11 +167,11 @@ class DesyncDetection(Extension):
         If ranks read a loader in different orders, warn only once, because some scripts do so on purpose.
         """
         steps = self.model.optimizer_steps
-        lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
+        lines = [f"errors in forward or backward: {self._failures}", f"optimizer steps of this process: {steps}"]
         lines += [f"backward {self._backwards + 1} since the last of them"]
         lines += [f"step {_run_step()} of the run"] * JOURNAL.is_told
         lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
-        lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(self._ran)]
+        lines += [f"forward {number}: {unit}" for number, unit in enumerate(self._ran)]
         self._mesh.check_agreement(lines, what=f"step {steps + 1} of this process", hint=_HINT)
         own = dict(ORDERS)  # the script's threads may also read loaders
         of_all = dict(zip(self._mesh.ranks, self._mesh.all_gather_object(own), strict=True))
@@ -201,13 +201,11 @@ def _describe_structure(units: Sequence[Unit]) -> list[str]:
     lines = []
     for unit in units:
         if unit.stand_ins is not None:
-            lines.append(f"unit {unit.name!r} is on the meta device")
+            lines.append(f"{unit} is on the meta device")
             continue
         for number, bucket in enumerate(unit.buckets):
             reduce = bucket.gradient.dtype if bucket.has_gradient else "frozen"
-            where = (
-                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
-            )
+            where = f"{unit}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
             where += "".join(f", {what} {dtype}" for what, dtype in unit.policy.dtypes_of().sent.items())
             for parameter in bucket.sharded_parameters:
                 shape, grad = tuple(parameter.shape), parameter.requires_grad

@@ -32,7 +32,7 @@ from fullshard.comm.gloo import end_waits
 from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Waiting, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
-from fullshard.core.errors import cut
+from fullshard.core.errors import cut, plural
 from fullshard.core.process import StatusFile, is_of_script, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
@@ -45,7 +45,7 @@ BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
 def _say_who_is_missing() -> None:
     said = {name: os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     rank, size = said["RANK"], said["WORLD_SIZE"]
-    others = f"{int(size) - 1} others" if rank == "0" and size.isdecimal() else "rank 0 and the others"
+    others = plural(int(size) - 1, "other") if rank == "0" and size.isdecimal() else "rank 0 and the others"
     sys.stderr.write(
         f"fullshard: rank {rank} of {size} is waiting for {others} at {said['MASTER_ADDR']}:{said['MASTER_PORT']} "
         "(MASTER_ADDR, MASTER_PORT)\n"

@@ -15,7 +15,7 @@ from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.tensors import device_of
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.torchacc import Config, check_sizes
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.features import clip_grad_norm_
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.unit_selection import unit_modules
@@ -144,8 +144,8 @@ def _accelerator(model: nn.Module, config: Config, resolved: Resolved) -> Accele
         modules = unit_modules(model, ByClass(tuple(sorted(names))) if names else Auto())
         if memory.gc_cnt is not None and memory.gc_cnt > len(modules):
             raise ConfigError(
-                f"config.memory.gc_cnt = {memory.gc_cnt}, but {type(model).__name__} has only {len(modules)} modules "
-                f"of {sorted({type(module).__name__ for module in modules})}",
+                f"config.memory.gc_cnt = {memory.gc_cnt}, but {type(model).__name__} has only "
+                f"{plural(len(modules), 'module')} of {sorted({type(module).__name__ for module in modules})}",
                 hint="remove gc_cnt to checkpoint all modules",
             )
         checkpoint_modules(model, modules[: memory.gc_cnt])

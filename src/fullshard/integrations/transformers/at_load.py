@@ -23,7 +23,7 @@ from fullshard.checkpoint import pretrained
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.comm.device import current
 from fullshard.comm.mesh import Mesh, init_mesh, joined_world_size
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, plural
 from fullshard.core.imports import after_import
 from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from fullshard.features.sequence_parallel.attention import exchange
@@ -194,7 +194,7 @@ def _device_mesh(config: Any) -> DeviceMesh | None:
     if math.prod(sizes) != ranks:
         said = " x ".join(f"{axis} {size}" for axis, size in zip(_AXES, sizes, strict=True))
         raise ConfigError(
-            f"DistributedConfig describes {said}, but the job has {ranks} ranks",
+            f"DistributedConfig describes {said}, but the job has {plural(ranks, 'rank')}",
             hint="set dp_replicate_size x fsdp_size x tp_size to the number of ranks",
         )
     return init_device_mesh(current().type, sizes, mesh_dim_names=_AXES) if ranks > 1 else None

@@ -38,7 +38,7 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.checkpoint.weight_files import has_safetensors
 from fullshard.comm.waiting import PROGRESS
-from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
+from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, plural
 from fullshard.core.paths import local_name, local_path
 from fullshard.core.user_class import user_class
 from fullshard.engine.module import units_of
@@ -387,8 +387,8 @@ class ShardedTraining:
         before, now = extra.get("samples_per_step"), _samples_per_step(self)  # older checkpoints do not have it
         if before not in (None, now):
             self.accelerator._say(
-                f"{checkpoint_dir}: its steps had {before} samples but now have {now}. Trainer resumes by the number "
-                "of steps, so samples of this epoch are repeated or skipped, and the schedule changes\n"
+                f"{checkpoint_dir}: its steps had {plural(before, 'sample')} but now have {now}. Trainer resumes by "
+                "the number of steps, so samples of this epoch are repeated or skipped, and the schedule changes\n"
                 "hint: keep per_device_train_batch_size x gradient_accumulation_steps x processes unchanged"
             )
 
