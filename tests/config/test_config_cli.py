@@ -87,7 +87,9 @@ def test_check(tmp_path: Path, accelerate_file: Path) -> None:
 
 
 def test_explain_says_every_value_and_where_it_comes_from(tmp_path: Path, accelerate_file: Path) -> None:
-    lines = run(tmp_path, "explain", accelerate_file.name).stdout.splitlines()
+    text = run(tmp_path, "explain", accelerate_file.name).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    lines = text.replace("\n  ", " ").splitlines()
     by_path = {line.split()[0]: line.split() for line in lines}
     for group in GROUPS:
         for name in type(getattr(RunConfig(), group)).model_fields:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -315,6 +316,16 @@ def test_mistakes_are_a_message_with_exit_code_2(tmp_path: Path, argv: list[str]
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_fits_into_80_columns_except_for_commands(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    hosts = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "host-0.of.the.cluster.example.org"]
+    sharding = ["--strategy", "HYBRID_SHARD", "--shard_size", "4"]
+    flags = ["--cpu", "--dry_run", "-n", "8", *hosts, *sharding]
+    lines = run_here("launch", *flags, "train.py", cwd=tmp_path, environ=environment()).stdout.splitlines()
+    assert [line for line in lines if len(line) > 80 and not re.match("  (RANK=|start with: )", line)] == []
+    assert any("WORLD_SIZE=8" in line for line in lines)
 
 
 def test_per_host_count_becomes_the_total(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def explain(context: typer.Context) -> None:
     from fullshard.config.dialect import shown
     from fullshard.config.flags import parse
     from fullshard.config.resolve import resolve
+    from fullshard.plan.answer import filled
 
     line = parse(_with_file_as_flag([argument for argument in context.args if argument != "--json"]))
     if line.option("help"):
@@ -110,14 +111,13 @@ def explain(context: typer.Context) -> None:
         return
     if line.option("config_file") is None:
         print("no configuration file was given")
-    sources = [row["source"] + (f" ({row['written_as']})" if row["written_as"] else "") for row in rows]
-    cells = [(row["path"], shown(row["value"]), source) for row, source in zip(rows, sources, strict=True)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row, texts in zip(rows, cells, strict=True):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(texts, widths, strict=True))
-        print(text.rstrip() if row["source"] == "default" else f"{text}  default {shown(row['default'])}")
+    width = max(len(row["path"]) for row in rows)
+    for row in rows:
+        source = row["source"] + (f" ({row['written_as']})" if row["written_as"] else "")
+        otherwise = "" if row["source"] == "default" else f"  default {shown(row['default'])}"
+        print(filled(f"{row['path']:{width}}  {shown(row['value']):18}  {source}{otherwise}"))
     for note in notes:
-        print(f"note: {note}")
+        print(filled(f"note: {note}"))
 
 
 def _with_file_as_flag(arguments: list[str]) -> list[str]:

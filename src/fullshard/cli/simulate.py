@@ -77,6 +77,7 @@ def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as
     from fullshard.api.virtual.simulation import SENT, transformers_model
     from fullshard.api.virtual.simulation import simulate as run
     from fullshard.core.sizes import format_nbytes
+    from fullshard.plan.answer import filled
 
     result = run(transformers_model(values), job, world_size=world_size, rank=rank)
     if as_json:
@@ -92,15 +93,10 @@ def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as
         return bool(result.differences)
     gather, reduce, replicate, *of_axes = map(format_nbytes, result.counted)
     of_axes = [f", {of_axes[axis == 'sp']} in its {axis} group" for axis in job.axes]
-    typer.echo(
-        f"rank {rank} of {world_size}: {result.sharding}\n"
-        f"one step: {len(result.events)} events; sends {gather} to unshard, {reduce} to reduce, {replicate} between "
-        f"replicas{''.join(of_axes)}"
-    )
-    for difference in result.differences:
-        typer.echo(f"differs from the plan: {difference}")
-    if not result.differences:
-        typer.echo("events and bytes are as fullshard plan predicts")
+    sent = f"{gather} to unshard, {reduce} to reduce, {replicate} between replicas{''.join(of_axes)}"
+    text = f"rank {rank} of {world_size}: {result.sharding}\none step: {len(result.events)} events; sends {sent}"
+    differs = [f"differs from the plan: {difference}" for difference in result.differences]
+    typer.echo(filled("\n".join([text, *(differs or ["events and bytes are as fullshard plan predicts"])])))
     return bool(result.differences)
 
 
@@ -109,6 +105,7 @@ def _time(
 ) -> None:
     from fullshard.api.virtual.rehearsal import time_step
     from fullshard.core.sizes import format_nbytes
+    from fullshard.plan.answer import filled
     from fullshard.plan.hardware import parse_cluster
 
     cluster = parse_cluster(devices)
@@ -123,11 +120,11 @@ def _time(
         typer.echo(json.dumps({"rank": rank, "devices": str(cluster), **step.figures()}, indent=2))
         return
     ms = {name: f"{1000 * seconds:.1f} ms" for name, seconds in step.figures().items() if isinstance(seconds, float)}
-    typer.echo(
+    text = (
         f"rank {rank} of {cluster}, a step in virtual time: {ms['seconds']}\n"
         f"device: computes {ms['compute']}, waits for communication {ms['exposed']} (of {ms['communication']}), "
         f"waits for the host {ms['idle']}\n"
         f"host: {ms['host']} for {step.launches} operations and {step.collectives} collectives; waits {ms['blocked']}\n"
-        f"memory: {format_nbytes(step.peak_allocated)} at the peak, {format_nbytes(step.state)} between steps\n"
-        f"wrote {trace}"
+        f"memory: {format_nbytes(step.peak_allocated)} at the peak, {format_nbytes(step.state)} between steps"
     )
+    typer.echo(f"{filled(text)}\nwrote {trace}")

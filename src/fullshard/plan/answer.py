@@ -86,9 +86,11 @@ def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion, *, fi
     return "\n".join(lines)
 
 
-def filled(line: str) -> str:
-    """Wrap a line of the answer."""
-    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+def filled(text: str) -> str:
+    """Wrap the lines of a text between words, and indent what follows the first part of a line."""
+    words: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    indented = [(line, " " * (len(line) - len(line.lstrip()) + 2)) for line in text.splitlines()]
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=indent, **words) for line, indent in indented)
 
 
 def _headline(plan: Plan) -> str:

@@ -353,6 +353,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(eager.stdout)["peak_allocated"] > figures["peak_allocated"]
     text = CliRunner().invoke(app, [*usual, "--devices", "8xH100", "--timeline", str(trace)]).output
     assert "a step in virtual time" in text and f"wrote {trace}" in text
+    assert max(len(line) for line in text.splitlines()[:-1]) <= 80
     alone = CliRunner().invoke(app, [*usual, "--devices", "1xH100", "--timeline", str(trace)]).output
     assert "(of 0.0 ms)" in alone and f"wrote {trace}" in alone
     trace.unlink()
