@@ -46,11 +46,13 @@ class TrainArguments(View):
         None, "The place for checkpoints, such as s3://bucket/run. Default: the output directory"
     )
 
-    steps: int = _own(500, "Optimizer steps of the whole run, including those before a resume", ge=1)
+    steps: int = _own(1000, "Optimizer steps of the whole run, including those before a resume", ge=1)
     batch_size: int = _own(16, "Sequences per step, summed over all ranks", ge=1)
     micro_batch_size: int | None = _own(None, "Sequences per forward pass. Default: the rank's part of the batch", ge=1)
     seq_len: int = _own(128, "Tokens per sequence", ge=2)
-    optimizer: Literal["adamw", "muon"] = _own("adamw", "adamw, or muon for hidden matrices and adamw for the rest")
+    optimizer: Literal["adamw", "muon"] = _own(
+        "muon", "muon for hidden matrices and adamw for the rest, or adamw for all"
+    )
     ema_decay: float | None = _own(
         None, "Keep an average of the weights with this decay, such as 0.999, and evaluate and export it", ge=0, le=1
     )
@@ -62,7 +64,8 @@ class TrainArguments(View):
         1.0, "Clip the gradient norm to this value. 0 or inf: do not clip", ge=0, allow_inf_nan=True
     )
     step_in_backward: bool = of_run(
-        "training.step_in_backward", help="Update each bucket during backward. Requires --max-grad-norm 0"
+        "training.step_in_backward",
+        help="Update each bucket during backward. Requires --max-grad-norm 0 --optimizer adamw",
     )
     held_out: float = _own(0.02, "Fraction of the data to hold out for evaluation, from its end. 0: none", ge=0, lt=1)
     eval_sequences: int = _own(256, "Maximum number of held-out sequences to evaluate", ge=1)
@@ -147,7 +150,9 @@ class TrainArguments(View):
             )
         if self.step_in_backward and self.max_grad_norm:
             what = f"--step-in-backward consumes gradients before their norm is clipped to {self.max_grad_norm:g}"
-            raise ConfigError(what, hint="add --max-grad-norm 0")
+            raise ConfigError(what, hint="add --max-grad-norm 0 --optimizer adamw")
+        if self.step_in_backward and self.optimizer == "muon":
+            raise ConfigError("--step-in-backward requires an optimizer of torch's", hint="add --optimizer adamw")
         _ = self.checkpoints  # refuses a URL of an unknown store
         super().check()
 

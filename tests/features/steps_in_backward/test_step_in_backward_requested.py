@@ -79,9 +79,11 @@ def test_recipe(tmp_path: Path) -> None:
 
     refused = run("refused", "--step-in-backward")
     assert refused.returncode != 0 and "add --max-grad-norm 0" in refused.stderr
+    refused = run("refused", "--step-in-backward", "--max-grad-norm", "0")
+    assert refused.returncode != 0 and "add --optimizer adamw" in refused.stderr
     records = []
     for name, flags in (("ordinary", []), ("early", ["--step-in-backward"])):
-        done = run(name, "--max-grad-norm", "0", *flags)
+        done = run(name, "--max-grad-norm", "0", "--optimizer", "adamw", *flags)
         assert done.returncode == 0, done.stderr
         assert ("grad norm" in done.stdout) == (name == "ordinary")
         records.append(list(read_metrics(tmp_path / name / "metrics.jsonl")))
