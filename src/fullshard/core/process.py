@@ -3,6 +3,7 @@
 import mmap
 import os
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,13 +45,14 @@ class StatusFile:
 
     def write(self, line: str) -> None:
         """Replace the line in the file."""
-        data = f"{line}\n".encode("utf-8", "replace")[:_NBYTES]
+        data = f"{time.monotonic():.3f} {line}\n".encode("utf-8", "replace")[:_NBYTES]
         self._page[: len(data)] = data
 
 
-def read_status(path: Path) -> str:
-    """Return the last line that a process wrote to its status file, or an empty string if there is none."""
+def read_status(path: Path) -> tuple[str, float]:
+    """Return the last line that a process of this host wrote to its status file, or "", and its age in seconds."""
     try:
-        return path.read_bytes().split(b"\n")[0].strip(b"\0").decode("utf-8", "replace")
-    except OSError:
-        return ""
+        at, _, line = path.read_bytes().split(b"\n")[0].partition(b" ")
+        return line.decode("utf-8", "replace"), time.monotonic() - float(at)
+    except (OSError, ValueError):  # not written yet
+        return "", 0.0

@@ -5,6 +5,7 @@ import gc
 import io
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -65,6 +66,8 @@ from fullshard.launch.scratch import scratch_directory
 
 SHUTDOWN_SECONDS = 3
 """Seconds that a process may take to end after a signal before it is killed."""
+_HANG_SECONDS = 5.0
+"""A signal that ends a job without a save names the ranks for which others have waited for so long."""
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _MESSAGES = ("SIGUSR1", "SIGUSR2")
@@ -169,6 +172,7 @@ class Agent(LocalElasticAgent):
         self._job, self._logs, self._preemption = job, logs, preemption
         self._asked: list[tuple[signal.Signals, float]] = []  # requests to end the job, each with its deadline
         self._scene = Scene(preemption)
+        self._processes: dict[int, Any] = {}
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -255,7 +259,7 @@ class Agent(LocalElasticAgent):
         self._note(Happening.FAILURE, message or "", rank=rank, pid=failure.pid, how=how_it_ended(failure))
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
-        last = read_status(self._preemption / f"status-{failure.pid}")
+        last, _ = read_status(self._preemption / f"status-{failure.pid}")
         text = failure_report(rank, failure, world_size=self._world_size, last=last)
         if left_report(failure)[1] is None:
             return text + what_others_said(rank, failures)
@@ -310,7 +314,7 @@ class Agent(LocalElasticAgent):
         # When a worker fails, torchelastic would give the others 30 seconds.
         asked, client = self._asked, self._client  # not `self`, because `self` holds the context
         scene = self._scene = Scene(self._preemption)
-        processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        processes = self._processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
 
         def look_and_close(death_sig: Any = None, timeout: int = 0) -> None:
             if asked:
@@ -349,7 +353,6 @@ class Agent(LocalElasticAgent):
         for number, end in self._asked:
             if time.monotonic() < end:
                 break
-            self._note(Happening.PREEMPTION, "the grace period ended before the checkpoint was saved")
             say(f"the grace period of {self._job.launch.grace_period:g} s ended before a new checkpoint was saved")
             raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -397,6 +400,18 @@ class Agent(LocalElasticAgent):
         torch_private.forget_store(self)
         super()._restart_workers(worker_group)
 
+    def _tell_what_hung(self, number: signal.Signals) -> None:
+        """Before a signal ends the processes, say which rank prevented the save or kept others waiting, and where."""
+        is_late = bool(self._asked) and time.monotonic() >= self._asked[0][1]
+        self._scene.look(self._processes, is_over=True)
+        least = 0.0 if is_late else AGAIN_SECONDS if self._asked else _HANG_SECONDS
+        text = self._scene.hung(self._ranks, self._world_size, least)
+        if self._asked:
+            why = "the grace period ended" if is_late else f"a second signal ({number.name}) arrived"
+            cause = {"cause_rank": int(found[1])} if (found := re.match(r"\nrank (\d+)", text)) else {}
+            self._note(Happening.PREEMPTION, f"{why} before the checkpoint was saved{text}", **cause)
+        _tell(text)
+
     def _exit_barrier(self) -> None:
         leaves = self._membership is not None and bool(self._asked)  # the other hosts continue without this one
         if self._client is not None and not leaves:
@@ -406,6 +421,8 @@ class Agent(LocalElasticAgent):
         self._heard_late = []
         with _signals_to(self._heard_late.append):  # a second Ctrl-C must not leave processes behind
             workers = torch_private.worker_context(self)
+            if isinstance(end := sys.exception(), SignalException):
+                self._tell_what_hung(signal.Signals(end.sigval))
             if workers is not None:
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)  # ends its other processes; before 2.13 it gives workers half a minute

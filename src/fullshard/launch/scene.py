@@ -20,7 +20,8 @@ _STILL_SECONDS = 0.1
 """A stack is complete if its file has not grown for this long. Stacks are written in pieces."""
 _FRAMES = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
-_WAITS_IN = ("/fullshard/comm/", "/torch/distributed/")
+_WAITS_IN = ("/fullshard/comm/", "/fullshard/features/shared_memory/", "/torch/distributed/")
+_OWN_START = "/fullshard/launch/bootstrap.py"
 _HANG_WORDS = ("no answer from another rank", "timed out", "timeout", "time-out")
 _LOSS_WORDS = ("communicationerror", "connection closed", "connection reset", "broken pipe")
 
@@ -50,6 +51,7 @@ class Scene:
         self.done: set[int] = set()  # processes whose script had ended without an error before
         self._stopped: set[int] = set()
         self._stacks: dict[int, str] = {}
+        self._waited: dict[int, float] = {}  # seconds, by process
 
     def look(self, processes: Mapping[int, Any], *, is_over: bool) -> None:
         """Record the state of processes that are about to be ended. `is_over` means that the job has failed."""
@@ -62,6 +64,8 @@ class Scene:
         finished = {pid for pid in running if (self._directory / f"finished-{pid}").is_file()}
         self.ended |= set(running) - finished
         self.done |= {process.pid for process in processes.values() if process.poll() == 0} | finished
+        statuses = {pid: read_status(self._directory / f"status-{pid}") for pid in running}
+        self._waited |= {pid: age for pid, (line, age) in statuses.items() if "waiting in " in line}
         asked = [pid for pid in running if (self._directory / f"stack-{pid}").is_file()]
         self._stopped |= {pid for pid in running if stat_of(pid)[0] in "Tt"}
         for pid in running:
@@ -78,23 +82,31 @@ class Scene:
         text = ""
         for who, pid in self._named(self.done, ranks, world_size):
             text += f"{who} had already ended with exit code 0: it ran fewer steps than the others, or left its loop\n"
-            last = read_status(self._directory / f"status-{pid}")
+            last, _ = read_status(self._directory / f"status-{pid}")
             text += f"its last action: {last}\n" if last else ""
         return text
 
-    def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
+    def hung(self, ranks: Mapping[int, int], world_size: int, least: float) -> str:
+        """Describe the ranks that were not waiting, if another rank has waited for at least `least` seconds."""
+        longest = max(self._waited.values(), default=0.0)
+        how = f"kept others waiting for {longest:.0f} s" if longest else "did not finish its step"
+        return self.missing(ranks, world_size, how) if longest >= least else ""
+
+    def missing(self, ranks: Mapping[int, int], world_size: int, how: str = "did not get that far") -> str:
         """Describe the ranks that the others waited for, each with its stack; empty if all ranks were waiting."""
         text = ""
         for who, pid in self._named(self.ended, ranks, world_size):
-            frames = [line for line in self._stacks.get(pid, "").splitlines() if line.startswith("  File ")]
-            if any(place in frame for frame in frames[:4] for place in _WAITS_IN) and pid not in self._stopped:
+            lines = self._stacks.get(pid, "").splitlines()
+            frames = [line for line in lines if line.startswith("  File ") and _OWN_START not in line]
+            waits = pid in self._waited or any(place in frame for frame in frames[:4] for place in _WAITS_IN)
+            if waits and pid not in self._stopped:
                 continue
             script = next((n for n, frame in enumerate(frames) if is_of_script(frame.split('"')[1])), 0)
             if script >= _FRAMES:  # leave out frames of libraries
                 frames = [*frames[: _FRAMES // 2], "  ...", *frames[script:]]
-            how = "was stopped (SIGSTOP)" if pid in self._stopped else "was running"
+            state = "was stopped (SIGSTOP)" if pid in self._stopped else "was running"
             where = ". Its stack, with the innermost call first:\n" + "\n".join(frames[:_FRAMES]) if frames else ""
-            text += f"{who} {how} and did not get that far{where}\n"
+            text += f"{who} {state} and {how}{where}\n"
         return text
 
     def _named(self, pids: set[int], ranks: Mapping[int, int], world_size: int) -> Iterator[tuple[str, int]]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.core.journal import read_journal
+from fullshard.core.process import StatusFile
 from fullshard.launch import bootstrap
 from fullshard.launch.bootstrap import PREEMPTION_DIR, STACK_SIGNAL
 from fullshard.launch.scene import Scene
@@ -54,14 +56,14 @@ for step in range(10):
 """
 
 
-def end_of(tmp_path: Path, how: str, comm: str) -> tuple[str, float]:
+def end_of(tmp_path: Path, how: str, comm: str, ranks: int = 2) -> tuple[str, float]:
     """What the launcher says, and how long after the hang."""
     (tmp_path / "hang.py").write_text(SCRIPT)
-    command = [*LAUNCH, "--num_processes", "2", "--cpu", "hang.py", str(tmp_path), how, "cpu", "3"]
+    command = [*LAUNCH, "--num_processes", str(ranks), "--cpu", "hang.py", str(tmp_path), how, "cpu", "3"]
     with started(*command, cwd=tmp_path, FULLSHARD_COMM=comm) as launcher:
         output, _ = launcher.communicate(timeout=120)
         seconds = time.monotonic() - float(read(tmp_path / "hangs"))
-        pids = [int(read(tmp_path / f"pid{rank}")) for rank in (0, 1)]
+        pids = [int(read(tmp_path / f"pid{rank}")) for rank in range(ranks)]
     assert launcher.returncode == (137 if how == "kill" else 1), output
     assert not any(map(alive, pids))
     return output, seconds
@@ -79,10 +81,11 @@ def end_of(tmp_path: Path, how: str, comm: str) -> tuple[str, float]:
     ],
 )
 def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str) -> None:
-    """The launcher's own end of it is never the cause."""
-    output, _ = end_of(tmp_path, how, comm)
+    """The launcher's own end of it is never the cause, and no rank that waited is accused."""
+    output, _ = end_of(tmp_path, how, comm, ranks=3)
+    assert output.count("did not get that far") == 1, output
     assert "out of memory" not in output and "SIGKILL" not in output
-    assert re.search(r"CommunicationError: rank 0, the outermost unit, .*\(step 4 of this process\)", output)
+    assert re.search(r"CommunicationError: rank [02], the outermost unit, .*\(step 4 of this process\)", output)
     # Half the time-out before, and again with the error: without the launcher's doing.
     assert (
         len(
@@ -94,8 +97,8 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
         > 1
     )
     state = "was stopped (SIGSTOP)" if how == "stop" else "was running"
-    assert "rank 1 of 2 (process " in output, output
-    last = output[output.index("rank 1 of 2 (process ") :]
+    assert "rank 1 of 3 (process " in output, output
+    last = output[output.index("rank 1 of 3 (process ") :]
     assert f"{state} and did not get that far. Its stack, with the innermost call first:" in last
     assert "in next_batch" in last
     assert len(last.splitlines()) < 12
@@ -244,6 +247,55 @@ def test_a_rank_whose_script_has_ended_well_was_not_waited_for(tmp_path: Path) -
         process.kill()
     assert scene.missing({process.pid: 0}, 1) == ""
     assert "had already ended with exit code 0" in scene.done_early({process.pid: 0}, 1)
+
+
+LISTENS = SCRIPT.replace(
+    "(directory / f", "fullshard.record_events(directory)\nfullshard.should_stop()\n(directory / f", 1
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds"),
+    [
+        (LISTENS, 1),
+        pytest.param(LISTENS, 60, marks=pytest.mark.full),
+        pytest.param(SCRIPT, 60, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_that_ends_a_job_names_the_rank_that_hangs(tmp_path: Path, script: str, seconds: int) -> None:
+    """At the end of the grace period, at a second signal, and at the first if the script does not listen."""
+    (tmp_path / "hang.py").write_text(script.replace("import torch\n", "import fullshard, torch\n", 1))
+    command = [*LAUNCH, "--num_processes", "3", "--cpu", "--grace_period", str(seconds), "hang.py", str(tmp_path)]
+    with started(*command, "sleep", "cpu", "60", cwd=tmp_path) as launcher:
+        wait_until((tmp_path / "hangs").is_file, 60, "the hang")
+        time.sleep(6 if script == SCRIPT else 0.5)
+        launcher.terminate()
+        if seconds == 60 and script == LISTENS:
+            time.sleep(2)
+            launcher.terminate()
+        begin = time.monotonic()
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143 and time.monotonic() - begin < seconds + 15
+    assert re.search(
+        r"rank 1 of 3 \(process \d+ on \S+\) was running and kept others waiting for \d+ s. Its stack", output
+    )
+    assert 'hang.py", line 26 in next_batch' in output and "bootstrap.py" not in output, output
+    assert "rank 0 of 3" not in output and "rank 2 of 3" not in output
+    if script == LISTENS:
+        *_, asked, end = read_journal(tmp_path)
+        assert "asked to save" in asked["message"] and end["cause_rank"] == 1 and "in next_batch" in end["message"]
+
+
+def test_a_rank_that_waited_is_not_accused(tmp_path: Path) -> None:
+    """Also if it has no stack any more, because its own wait has failed, too, and it is ending."""
+    with started(sys.executable, "-c", "import time; time.sleep(60)", cwd=tmp_path) as process:
+        file = StatusFile(tmp_path / f"status-{process.pid}")
+        for line, is_accused in (("waiting in unit 'a', unshard", False), ("after unit 'a', unshard", True)):
+            file.write(f"step 3 of this process, {line}")
+            scene = Scene(tmp_path)
+            scene.look({0: process}, is_over=True)
+            assert ("did not get that far" in scene.missing({process.pid: 0}, 1)) == is_accused
+        process.kill()
 
 
 @pytest.mark.gpu
