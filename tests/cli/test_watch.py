@@ -62,6 +62,11 @@ def test_a_run_that_trains(run: Path) -> None:
 
 def test_a_killed_rank_is_named(run: Path) -> None:
     journal = Journal(run / "events.jsonl", rank=0)
+    journal.note(Happening.FAILURE, "x" * 400, rank=2, cause_rank=1, how="exit code 1")
+    _, text = watched(run, "--once")
+    assert re.search(r"^last trouble    failure of rank 1, reported by rank 2 at 20\S+Z: exit", text, re.MULTILINE), (
+        text
+    )
     journal.note(Happening.FAILURE, rank=1, how="SIGKILL")
     journal.note(Happening.RESTART, number=1, of=3)
     journal.note(Happening.START, world_size=2, attempt=1)

@@ -165,7 +165,8 @@ class RankWriter:
                 what = f"rank 0 created {path.parent}, but rank {self.rank} cannot see it"
                 raise CheckpointError(what, hint="save to a directory that all hosts share") from error
             except OSError as error:
-                raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
+                hint = "check the disk, its quota, and the limit on the size of files (ulimit -f)"
+                raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}", hint=hint) from error
         return files
 
     def _is_stored(self, local: LocalTensor) -> bool:

@@ -79,7 +79,9 @@ def _rows(run: RunRecord) -> dict[str, str]:
     trouble = [event for event in run.events if event["kind"] in ("failure", "skip", "slow", "shrink")]
     if trouble:
         event = trouble[-1]
-        rank = f" of rank {event.get('rank')}" if event["kind"] == "failure" and event.get("rank") is not None else ""
+        rank, cause = (event.get(name) if event["kind"] == "failure" else None for name in ("rank", "cause_rank"))
+        by = f", reported by rank {rank}" if cause not in (None, rank) else ""
+        rank = "" if rank is None else f" of rank {rank if cause is None else cause}{by}"
         said = [str(event[name]) for name in ("how", "message") if event.get(name)]
         rows["last trouble"] = ": ".join([f"{event['kind']}{rank} at {event['time']}", *said])[:300]
     rows["restarts"] = str(sum(event["kind"] == "restart" for event in run.events) or "")

@@ -85,13 +85,13 @@ class ProgressRecord:
         if self.tell is not None:
             self.tell()
 
-    def leave(self, *, is_in_vain: bool = False) -> None:
-        """Record the end of the wait. After a wait in vain, the record tells nothing new: the wait was the last act."""
+    def leave(self) -> None:
+        """Record the end of the wait."""
         if self.is_waiting:
             self.waited += time.monotonic() - self._entered
         self.groups, self.is_waiting = (), False
         self.moves += 1
-        if self.tell is not None and not is_in_vain:
+        if self.tell is not None:
             self.tell()
 
 
@@ -120,11 +120,9 @@ class Waiting:
             PROGRESS.enter(self._what, self.step, self._groups)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        known = FullshardError | torch.OutOfMemoryError
-        is_in_vain = isinstance(error, RuntimeError) and not isinstance(error, known)
         if self.step is not None or threading.current_thread() is threading.main_thread():
-            PROGRESS.leave(is_in_vain=is_in_vain)
-        if is_in_vain:
+            PROGRESS.leave()
+        if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
             why = PROGRESS.watcher.reason(error)  # before this rank reports its failure
             PROGRESS.watcher.failed(self._groups, self._what, error)
             rank = dist.get_rank() if dist.is_initialized() else 0

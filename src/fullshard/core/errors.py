@@ -37,6 +37,23 @@ def cut(text: str, limit: int) -> str:
     return f"{text[:head]} [... {len(text) - head - tail} more characters ...] {text[-tail:]}"
 
 
+_CAUSES = re.compile(
+    r"they came from rank (\d+)|no answer from another rank for \S+ s: rank (\d+)(?! (?:\([^)]*\) )?waits in)|"
+    r"but rank (\d+) has \[.*\] \(1 of (?!2 )|: rank (\d+) had an error in|: rank (\d+) \(process[^)]*\) has ended|"
+    r"rank (\d+) is alone|\nrank (\d+): |different weights: .* of rank (\d+) \([^)]*\), unlike",
+    re.DOTALL,
+)
+
+
+def cause_of(message: str, rank: int | None) -> int | None:
+    """Return the rank that an error of `rank` names as its cause: another one, `rank`, or None if it is unknown."""
+    if found := _CAUSES.search(message):
+        return int(next(filter(None, found.groups())))
+    return (
+        None if message.partition(":")[0].endswith(("CommunicationError", "ReplicaError", "NonFiniteError")) else rank
+    )
+
+
 def first_of(names: Sequence[str], most: int) -> str:
     """Return the first `most` names, followed by the number of names that were omitted."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

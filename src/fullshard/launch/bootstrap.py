@@ -161,13 +161,18 @@ def main() -> None:
     _finish()
 
 
-def _finish() -> None:
-    """Create a file that tells the launcher, before this process ends, that the script has succeeded."""
+def tell_launcher(what: str) -> None:
+    """Create an empty file where the launcher looks for it. The name of the file is the message."""
     if directory := os.environ.get(PREEMPTION_DIR):
         import contextlib
 
-        with contextlib.suppress(OSError), open(os.path.join(directory, f"finished-{os.getpid()}"), "w"):
-            pass
+        with contextlib.suppress(OSError), open(os.path.join(directory, f"{what}-{os.getpid()}"), "w"):
+            pass  # an error: the job may have ended
+
+
+def _finish() -> None:
+    """Tell the launcher, before this process ends, that the script has succeeded."""
+    tell_launcher("finished")
     _say_if_nothing_was_sharded()
 
 
@@ -235,6 +240,7 @@ def _fail(error: Exception) -> NoReturn:
     import threading
     import traceback
 
+    tell_launcher("failed")
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frames = frames.tb_next

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fullshard.core.errors import cause_of
 from fullshard.core.files import read_object
 from fullshard.launch.worker import USER_ERROR
 
@@ -46,6 +47,8 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last:
     how = f"{'was ended by' if failure.exitcode < 0 else 'failed with'} {how_it_ended(failure)}"
     if traceback is not None and failure.exitcode < 0:
         how = "failed"  # the signal arrived while the process was ending because of that error
+    if (cause := cause_of(message or "", rank)) not in (None, rank):
+        how += f" because of rank {cause}"
     text = f"\nrank {rank} of {world_size} (process {failure.pid} on {socket.gethostname()}) {how}\n"
     if -failure.exitcode == signal.SIGKILL and traceback is None:
         text += "hint: unless someone killed it, the system ran out of memory; use more processes or a smaller batch\n"

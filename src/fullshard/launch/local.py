@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.config.schema import LaunchConfig
 from fullshard.config.switches import ELASTIC, TOKEN
-from fullshard.core.errors import ConfigError, plural
+from fullshard.core.errors import ConfigError, cause_of, plural
 from fullshard.core.journal import JOURNAL, Happening, told_by_processes
 from fullshard.core.paths import local_path
 from fullshard.core.process import read_status
@@ -256,7 +256,8 @@ class Agent(LocalElasticAgent):
 
     def _note_failure(self, rank: int, failure: ProcessFailure) -> None:
         message, _ = left_report(failure)
-        self._note(Happening.FAILURE, message or "", rank=rank, pid=failure.pid, how=how_it_ended(failure))
+        details = {"pid": failure.pid, "how": how_it_ended(failure), "cause_rank": cause_of(message or "", rank)}
+        self._note(Happening.FAILURE, message or "", rank=rank, **details)
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
         last, _ = read_status(self._preemption / f"status-{failure.pid}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from fullshard.core.stopping import STOPPING
-from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
+from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR, tell_launcher
 
 PREEMPTED = 75
 """Exit code of a job that saved and ended on request. Start it again to continue."""
@@ -39,7 +39,7 @@ def should_stop() -> bool:
     """
     listen()
     if STOPPING.is_agreed:
-        _tell_launcher("stopping")
+        tell_launcher("stopping")
     return STOPPING.is_agreed
 
 
@@ -56,7 +56,7 @@ def listen() -> None:
         signal.signal(signal.Signals[name], _hear)
     atexit.unregister(_hear_no_more)
     atexit.register(_hear_no_more)
-    _tell_launcher("listening")
+    tell_launcher("listening")
 
 
 def _hear(number: int, frame: FrameType | None) -> None:
@@ -81,14 +81,6 @@ def _hear_no_more() -> None:
 def listening_in(directory: Path) -> set[int]:
     """Return the processes that have reported in `directory` that they listen for signals."""
     return {int(path.name.rpartition("-")[2]) for path in directory.glob("listening-*")}
-
-
-def _tell_launcher(what: str) -> None:
-    """Create an empty file where the launcher looks for it. The name of the file is the message."""
-    directory = os.environ.get(PREEMPTION_DIR)
-    if directory:
-        with contextlib.suppress(OSError):  # the job may have ended
-            (Path(directory) / f"{what}-{os.getpid()}").touch()
 
 
 def exit_code() -> int:

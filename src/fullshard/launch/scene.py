@@ -51,6 +51,7 @@ class Scene:
         self.done: set[int] = set()  # processes whose script had ended without an error before
         self._stopped: set[int] = set()
         self._stacks: dict[int, str] = {}
+        self._failed: set[int] = set()  # processes that were ending because of an error
         self._waited: dict[int, float] = {}  # seconds, by process
 
     def look(self, processes: Mapping[int, Any], *, is_over: bool) -> None:
@@ -61,8 +62,11 @@ class Scene:
         if any(process.poll() < 0 for process in failed):
             self._wait(lambda: not self._running(processes), _NOTICE_SECONDS)
         running = self._running(processes)
-        finished = {pid for pid in running if (self._directory / f"finished-{pid}").is_file()}
+        finished, failed_too = (
+            {pid for pid in running if (self._directory / f"{how}-{pid}").is_file()} for how in ("finished", "failed")
+        )
         self.ended |= set(running) - finished
+        self._failed |= failed_too
         self.done |= {process.pid for process in processes.values() if process.poll() == 0} | finished
         statuses = {pid: read_status(self._directory / f"status-{pid}") for pid in running}
         self._waited |= {pid: age for pid, (line, age) in statuses.items() if "waiting in " in line}
@@ -95,7 +99,7 @@ class Scene:
     def missing(self, ranks: Mapping[int, int], world_size: int, how: str = "did not get that far") -> str:
         """Describe the ranks that the others waited for, each with its stack; empty if all ranks were waiting."""
         text = ""
-        for who, pid in self._named(self.ended, ranks, world_size):
+        for who, pid in self._named(self.ended - self._failed, ranks, world_size):
             lines = self._stacks.get(pid, "").splitlines()
             frames = [line for line in lines if line.startswith("  File ") and _OWN_START not in line]
             waits = pid in self._waited or any(place in frame for frame in frames[:4] for place in _WAITS_IN)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError
+from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError, cause_of
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.launch.bootstrap import LAUNCHER_PID, die_with_launcher, leave_process_group, leave_stacks
+from fullshard.launch.bootstrap import LAUNCHER_PID, die_with_launcher, leave_process_group, leave_stacks, tell_launcher
 from fullshard.launch.preemption import exit_code
 
 USER_ERROR = 2
@@ -34,8 +34,10 @@ def run_worker(main: Callable[[], None]) -> None:
         leave_process_group()
         code = exit_code()
     except Exception as error:
+        tell_launcher("failed")
         if LAUNCHER_PID not in os.environ:  # otherwise the launcher records it
-            JOURNAL.note(Happening.FAILURE, f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            JOURNAL.note(Happening.FAILURE, text, cause_rank=cause_of(text, JOURNAL.rank))
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         handler.record_exception(error)

@@ -24,6 +24,7 @@ from tests.launching import LAUNCH, alive, free_port, read, started, wait_until
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
+import fullshard
 import torch
 from fullshard import fully_shard
 from fullshard.launch import init_process_group_from_environment
@@ -34,6 +35,7 @@ environment = init_process_group_from_environment(device, timeout_seconds=second
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fullshard.record_events(directory)
 
 def next_batch(step):
     if environment.rank == 1 and step == 3:
@@ -83,6 +85,9 @@ def end_of(tmp_path: Path, how: str, comm: str, ranks: int = 2) -> tuple[str, fl
 def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str) -> None:
     """The launcher's own end of it is never the cause, and no rank that waited is accused."""
     output, _ = end_of(tmp_path, how, comm, ranks=3)
+    assert re.search(r"rank [02] of 3 .* failed with exit code 1 because of rank 1\n", output), output
+    *_, end = read_journal(tmp_path)
+    assert (end["kind"], end["cause_rank"]) == ("failure", 1) and end["rank"] != 1
     assert output.count("did not get that far") == 1, output
     assert "out of memory" not in output and "SIGKILL" not in output
     assert re.search(r"CommunicationError: rank [02], the outermost unit, .*\(step 4 of this process\)", output)
@@ -264,7 +269,7 @@ LISTENS = SCRIPT.replace(
 )
 def test_a_signal_that_ends_a_job_names_the_rank_that_hangs(tmp_path: Path, script: str, seconds: int) -> None:
     """At the end of the grace period, at a second signal, and at the first if the script does not listen."""
-    (tmp_path / "hang.py").write_text(script.replace("import torch\n", "import fullshard, torch\n", 1))
+    (tmp_path / "hang.py").write_text(script)
     command = [*LAUNCH, "--num_processes", "3", "--cpu", "--grace_period", str(seconds), "hang.py", str(tmp_path)]
     with started(*command, "sleep", "cpu", "60", cwd=tmp_path) as launcher:
         wait_until((tmp_path / "hangs").is_file, 60, "the hang")
@@ -279,7 +284,7 @@ def test_a_signal_that_ends_a_job_names_the_rank_that_hangs(tmp_path: Path, scri
     assert re.search(
         r"rank 1 of 3 \(process \d+ on \S+\) was running and kept others waiting for \d+ s. Its stack", output
     )
-    assert 'hang.py", line 26 in next_batch' in output and "bootstrap.py" not in output, output
+    assert 'hang.py", line 28 in next_batch' in output and "bootstrap.py" not in output, output
     assert "rank 0 of 3" not in output and "rank 2 of 3" not in output
     if script == LISTENS:
         *_, asked, end = read_journal(tmp_path)
@@ -289,12 +294,19 @@ def test_a_signal_that_ends_a_job_names_the_rank_that_hangs(tmp_path: Path, scri
 def test_a_rank_that_waited_is_not_accused(tmp_path: Path) -> None:
     """Also if it has no stack any more, because its own wait has failed, too, and it is ending."""
     with started(sys.executable, "-c", "import time; time.sleep(60)", cwd=tmp_path) as process:
-        file = StatusFile(tmp_path / f"status-{process.pid}")
-        for line, is_accused in (("waiting in unit 'a', unshard", False), ("after unit 'a', unshard", True)):
-            file.write(f"step 3 of this process, {line}")
+
+        def is_accused() -> bool:
             scene = Scene(tmp_path)
             scene.look({0: process}, is_over=True)
-            assert ("did not get that far" in scene.missing({process.pid: 0}, 1)) == is_accused
+            return "did not get that far" in scene.missing({process.pid: 0}, 1)
+
+        status = StatusFile(tmp_path / f"status-{process.pid}")
+        status.write("step 3 of this process, waiting in unit 'a', unshard")
+        assert not is_accused()
+        status.write("step 3 of this process, after unit 'a', unshard")
+        assert is_accused()
+        (tmp_path / f"failed-{process.pid}").touch()
+        assert not is_accused()
         process.kill()
 
 

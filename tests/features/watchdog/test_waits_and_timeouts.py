@@ -79,8 +79,6 @@ def test_what_a_process_did_last_outlasts_it(tmp_path: Path, monkeypatch: pytest
     place.enter("unit 'a name that is long', unshard", 3)
     waits = "step 3 of this process, waiting in unit 'a name that is long', unshard"
     assert read_status(tmp_path / "place")[0] == waits
-    place.leave(is_in_vain=True)
-    assert read_status(tmp_path / "place")[0] == waits
     place.enter("unit 'b', reduce", 4)
     place.leave()
     line, age = read_status(tmp_path / "place")
