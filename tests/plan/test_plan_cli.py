@@ -169,6 +169,27 @@ def test_auto_proposes_changes_if_nothing_fits(tmp_path: Path) -> None:
     assert "run:" not in tight.stdout
 
 
+def test_bfloat16_is_proposed_and_short_host_memory_is_named() -> None:
+    """Where full training fits in no other way, and neither for adapters nor with enough of it."""
+    words = ("-m", "Llama-3.1-8B", "-d", "4xRTX3090")
+    for more in ((), ("--auto",)):
+        said = " ".join(run(*words, *more).stdout.split())
+        assert "* weights, gradients and optimizer state in bfloat16, full activation checkpointing, a loss" in said
+        assert "--precision no --base-dtype bfloat16" in said
+        assert "the 64 GiB that are assumed per host (--host-memory) rule out offloading: with main weights and" in said
+        assert "132 GiB are needed" in said
+    small, enough = (run(*words, "--host-memory", f"{size}GiB").stdout for size in (100, 512))
+    assert "the 100 GiB per host (--host-memory) rule out" in " ".join(small.split())
+    assert "rule out" not in enough and "in bfloat16" not in enough
+    lora = run(*words, "--method", "lora", "--base-dtype", "float32", "--seq-len", "65536").stdout
+    assert "does not fit" in lora and "in bfloat16" not in lora
+
+
+def test_one_device_has_no_buffers_for_messages() -> None:
+    one, two = (json.loads(run("-m", "GPT-2", "-d", f"{n}xA100", "--json").stdout)["memory"] for n in (1, 2))
+    assert one["needed"] - one["reserved"] == 2**29 and two["needed"] - two["reserved"] == 3 * 2**29
+
+
 def test_host_memory_is_limited() -> None:
     """By what a typical host has, or by what the user says."""
     words = ("-m", "Llama-3.1-8B", "--offload", "--seq-len", "1024")

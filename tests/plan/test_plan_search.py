@@ -9,15 +9,16 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from fullshard.core.errors import ConfigError
-from fullshard.plan.evaluate import MARGIN, Plan, evaluate
+from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import DEVICES, Cluster, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
@@ -53,7 +54,9 @@ WITH_WHAT_COSTS_NOTHING = ("small, one host", "small, no room", "small, two host
 """Where the other optimizer is tried, too, which is never faster: twice as many plans."""
 
 
-def everything(model: ModelShape, job: Job, cluster: Cluster, *, tries_all: bool) -> Iterator[Plan]:
+def everything(
+    model: ModelShape, job: Job, cluster: Cluster, *, tries_all: bool, fixed: Collection[str] = ()
+) -> Iterator[Plan]:
     """Each combination that fits below the margin."""
     sizes = [2**power for power in range(1, 12) if 2**power < cluster.count]
     meshes: list[tuple[str, int | None]] = [(name, None) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
@@ -76,6 +79,8 @@ def everything(model: ModelShape, job: Job, cluster: Cluster, *, tries_all: bool
         values = {"strategy": strategy, "shard_size": shard_size, "checkpointing": checkpointing, "loss": loss, **host}
         values |= {"step_in_backward": in_backward, "wrap_embeddings": embeddings, "optimizer": optimizer}
         values |= {"micro_batch": size, "accumulation": max(1, sequences // size)}
+        if any(values.get(name, False) != getattr(job, name) for name in fixed):
+            continue
         try:
             plan = evaluate(model, Job.of({**job.model_dump(), **values}), cluster)
         except ConfigError:
@@ -130,6 +135,63 @@ def test_no_host_is_overfull() -> None:
     assert found[0].setting.on_host
     assert all(plan.host_needed <= MARGIN * cluster.device.host_memory for plan in found)
     assert search(load_model("Llama-3.1-8B")[0], Job.of({}), parse_cluster("4xRTX3090")) == []
+
+
+HOSTS: dict[str, tuple[str, str, dict[str, Any], Collection[str]]] = {
+    "one large micro-batch": (
+        "Llama-2-7B",
+        "2xRTX4090",
+        {"micro_batch": 4, "seq_len": 4096, "checkpointing": "full", "loss": "fused", "wrap_embeddings": True},
+        ("strategy", "checkpointing", "loss", "wrap_embeddings", "step_in_backward", "offload_activations"),
+    ),
+    "any micro-batch": ("Llama-3.1-8B", "4xRTX3090", {}, ("strategy",)),
+    "four sequences": ("Llama-3.1-8B", "4xRTX3090", {"micro_batch": 4}, ("strategy", "step_in_backward")),
+    "accumulation": ("Llama-2-7B", "8xRTX3090", {"accumulation": 8, "seq_len": 1024}, ("strategy", "loss")),
+    "adapters": ("Qwen2.5-7B", "2xRTX3090", {"method": "lora", "seq_len": 8192, "micro_batch": 2}, ("strategy",)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if number else []) for number, name in enumerate(HOSTS)]
+)
+def test_what_fits_a_host_is_found(name: str) -> None:
+    """With as much host memory as each of a few plans needs, no better one of those that fit is missed."""
+    model_name, devices, values, fixed = HOSTS[name]
+    job = Job.of({"optimizer": "adamw-fused", **values})
+    model, cluster = shortened(model_name, devices, job)
+
+    def with_host(nbytes: int) -> Cluster:
+        return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, host_memory=nbytes))
+
+    plans = list(everything(model, job, with_host(0), tries_all=False, fixed=fixed))
+    needs = sorted({plan.host_needed for plan in plans})
+    for needed in needs[:: max(1, len(needs) // 6)]:
+        host = with_host(math.ceil(needed / MARGIN))
+        best = max((plan for plan in plans if plan.host_needed <= needed), key=lambda plan: plan.worth)
+        found = search(model, job, host, fixed=fixed)
+        assert found and found[0].fits_host(MARGIN), f"{needed} bytes: {best.job.model_dump(exclude_defaults=True)}"
+        assert found[0].worth >= 0.98 * best.worth, f"{needed} bytes: {best.job.model_dump(exclude_defaults=True)}"
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [({"micro_batch": 6}, {1, 2, 3, 6}), ({"accumulation": 5}, {1, 5})])
+def test_the_number_of_sequences_stays(batch: dict[str, int], sizes: set[int]) -> None:
+    """Also if it is not a power of two, and in what is proposed if nothing fits."""
+    model, cluster = load_model("GPT-2")[0], parse_cluster("2xA10G")
+    plans = search(model, Job.of(batch), cluster, fixed=batch)
+    assert {plan.job.micro_batch * plan.job.accumulation for plan in plans} == {max(sizes)}
+    assert {plan.job.micro_batch for plan in plans} <= sizes
+    small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=7 * 2**30))
+    too_large = evaluate(model, Job.of({"micro_batch": max(sizes), "checkpointing": "full"}), small)
+    changes = changes_that_fit(too_large)
+    assert changes
+    assert {change.plan.job.micro_batch * change.plan.job.accumulation for change in changes} == {max(sizes)}
+
+
+def test_a_micro_batch_of_one_can_be_asked_for() -> None:
+    model, cluster = load_model("GPT-2")[0], parse_cluster("2xA10G")
+    assert search(model, Job.of({}), cluster)[0].job.micro_batch > 1
+    asked = search(model, Job.of({"micro_batch": 1}), cluster, fixed=("micro_batch",))
+    assert asked and all(plan.job.micro_batch == plan.job.accumulation == 1 for plan in asked)
 
 
 DIVIDED: dict[str, tuple[str, str, int]] = {

@@ -65,23 +65,16 @@ which keep the input, tanh's output, and the two factors of the last product."""
 class LayerActivations:
     """The memory that one layer needs for one micro-batch, in bytes.
 
-    Attributes:
-        kept: bytes that are allocated from the layer's forward to its backward.
-        inputs: the part of `kept` that is the layer's own input.
-        recomputed: bytes of the tensors that backward recomputes and holds in addition to `kept`.
-        working: bytes of temporaries in backward, which are the gradients of the widest tensors.
-        weighting: bytes of temporaries when backward begins, before there is a gradient of a weight: three tensors as
-            wide as the outputs of all experts, for the gradients of their weighted sum, of them and of their weights.
-        in_product: bytes of temporaries while the gradient of a large weight is computed. One of the widest tensors has
-            been freed by then.
+    `weighting` counts three tensors as wide as the outputs of all experts, for the gradients of their weighted sum, of
+    them and of their weights.
     """
 
-    kept: int
-    inputs: int
-    recomputed: int
-    working: int
-    weighting: int
-    in_product: int
+    kept: int  # allocated from the layer's forward to its backward
+    inputs: int  # the part of `kept` that is the layer's own input
+    recomputed: int  # tensors that backward recomputes and holds in addition to `kept`
+    working: int  # temporaries in backward, which are the gradients of the widest tensors
+    weighting: int  # temporaries when backward begins, before there is a gradient of a weight
+    in_product: int  # temporaries while a large weight's gradient is computed: one of the widest tensors is freed
 
 
 def layer_activations(block: Block, job: Job, device: Device) -> LayerActivations:

@@ -12,7 +12,7 @@ from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError, plural
 from fullshard.core.sizes import GIB
 from fullshard.plan.answer import PlanQuestion, as_text, filled
-from fullshard.plan.evaluate import MARGIN, Change, Plan, changes_that_fit, evaluate
+from fullshard.plan.evaluate import MARGIN, Change, Plan, changes_that_fit, evaluate, without_room
 from fullshard.plan.hardware import Cluster, parse_cluster, split_devices
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
@@ -77,10 +77,9 @@ def ask(
         more.append("fp8 is planned as bf16: products and gathers in 8 bits are not in the figures")
     front: list[Plan] = []
     if auto:
-        fixed = given.keys() - {"micro_batch", "accumulation"}
-        front = pareto(search(described, job, cluster, fixed=fixed, margin=part))
+        front = pareto(search(described, job, cluster, fixed=given, margin=part))
         if not front:
-            least = {name: value for name, value in closest(job, fixed).items() if value != getattr(job, name)}
+            least = {name: value for name, value in closest(job, given).items() if value != getattr(job, name)}
             given, job = given | least, Job.of(job.model_dump() | least)
             more.append(
                 f"no plan fits into {part:.0%} of the memory (--margin); this one is shown because it needs little"
@@ -88,6 +87,13 @@ def ask(
     chosen = front[0] if front else evaluate(described, job, cluster)
     fits = chosen.is_within(part if auto else 1.0)
     changes = [] if fits else changes_that_fit(chosen, margin=part)
+    if not fits and not chosen.job.on_host and (short := without_room(chosen, part)):
+        has, needs = (f"{nbytes / GIB:,.0f} GiB" for nbytes in (cluster.device.host_memory, short.host_needed))
+        assumed = " that are assumed" if host_memory is None else ""
+        more.append(
+            f"the {has}{assumed} per host (--host-memory) rule out offloading: with {short.setting.on_host} on the "
+            f"host, {needs} are needed"
+        )
     asked = {name: getattr(job, name) for name in Job.model_fields if name in given}
     options = {
         "--model": model,
@@ -126,8 +132,10 @@ def _question(
 
     resolved = resolve([reading := load_file(config)])
     batch, recipe = _micro_batch_of(reading), recipe_arguments(read_document(config), "plan")
-    given |= {e.key: e.plain for e in recipe or () if e.key in Job.model_fields and e.key not in given}
-    job = Job.from_run(resolved.config, **({} if batch is None else {"micro_batch": batch}) | given)
+    said = {} if batch is None else {"micro_batch": batch}
+    said |= {e.key: e.plain for e in recipe or () if e.key in Job.model_fields}
+    given |= {name: value for name, value in said.items() if name not in given}
+    job = Job.from_run(resolved.config, **given)
     notes = [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH] + _unplanned(resolved)
     if recipe is not None:
         notes.append(f"{config} is planned as its section plan says; its sections sft and train are not read")

@@ -47,29 +47,18 @@ Axis = Literal["cp", "sp", "ep"]
 
 
 class Message(NamedTuple):
-    """The bytes that one rank receives in one kind of exchange of a layer, and the group it receives them from.
-
-    Attributes:
-        nbytes: the received bytes.
-        stride: the difference between the numbers of neighbouring ranks of the group.
-        rounds: number of messages to the next rank of a ring, or 1 for another collective.
-        is_gather: whether all ranks receive the same bytes.
-        since: the fractions of attention's forward and of its backward that run after the exchange has begun.
-        hidden: the fractions of those that run before anything waits for it.
-        least: the fraction of the exchange that nothing hides.
-        chosen: number of experts per token if a token is sent to each rank only once, and otherwise 0.
-    """
+    """The bytes that one rank receives in one kind of exchange of a layer, and the group it receives them from."""
 
     axis: Axis
     nbytes: float
     ranks: int
-    stride: int
-    rounds: int = 1
-    is_gather: bool = False
-    since: tuple[float, float] = (0.0, 0.0)
-    hidden: tuple[float, float] = (0.0, 0.0)
-    least: float = 0.0
-    chosen: int = 0
+    stride: int  # the difference between the numbers of neighbouring ranks of the group
+    rounds: int = 1  # number of messages to the next rank of a ring, or 1 for another collective
+    is_gather: bool = False  # whether all ranks receive the same bytes
+    since: tuple[float, float] = (0.0, 0.0)  # fractions of attention's forward and backward after the exchange's start
+    hidden: tuple[float, float] = (0.0, 0.0)  # fractions of those before anything waits for it
+    least: float = 0.0  # the fraction of the exchange that nothing hides
+    chosen: int = 0  # number of experts per token if a token is sent to each rank only once, and otherwise 0
 
     def links(self, ranks_per_host: int) -> tuple[float, float]:
         """Return the bytes on the busiest device's links inside its host and between hosts."""

@@ -249,7 +249,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         trained,
         layout,
         job,
-        cluster.device,
+        dataclasses.replace(cluster.device, framework=cluster.framework),
         on_host=on_host,
         route=route,
         matrices=matrix_work(trained, layout, job.dtypes) if job.planned_optimizer.matrix else None,
@@ -352,7 +352,8 @@ def changes_that_fit(plan: Plan, *, most: int = _FEW, margin: float = MARGIN) ->
     """Return the cheapest changes that make `plan` fit into the fraction `margin` of its device's memory.
 
     Each result changes a single setting, or two if few single changes are enough. The same parameters are trained as
-    before. If no such change is enough, adapters are proposed. At most the last result needs more devices.
+    before. If no such change is enough, main weights in bfloat16 and adapters are proposed. At most the last result
+    needs more devices.
     """
 
     def fitting(offers: Iterable[_Offer]) -> list[Change]:
@@ -381,7 +382,7 @@ def changes_that_fit(plan: Plan, *, most: int = _FEW, margin: float = MARGIN) ->
     ]
     if len(found) < _FEW:
         found += fitting(pairs)
-    found = found or fitting(methods)
+    found = found or fitting(_in_bfloat16(plan, least))[:1] + fitting(methods)
     found += _with_more_devices(plan, margin, "", {})
     if not found:  # several changes at once, if need be on more devices
         parts = {f"offload_{name}": None for name in ("compute_shards", "main_weights", "optimizer_state")}
@@ -395,13 +396,37 @@ def changes_that_fit(plan: Plan, *, most: int = _FEW, margin: float = MARGIN) ->
     found.sort(key=lambda change: change.cost)
     here = [change for change in found if change.plan.cluster.count == plan.cluster.count]
     more = [change for change in found if change not in here][:1]
-    return [*here[: most - len(more)], *more]
+    here.sort(key=lambda change: change.plan.job.method != plan.job.method)  # the others change what is trained
+    return [*sorted(here[: most - len(more)], key=lambda change: change.cost), *more]
+
+
+def _in_bfloat16(plan: Plan, least: Mapping[str, Any]) -> list[_Offer]:
+    """Return offers of full training without anything in float32, the second with all that needs no host memory."""
+    if plan.job.main_dtype != "float32" or plan.job.method != "full" or not plan.cluster.device.has_bfloat16:
+        return []
+    words = "weights, gradients and optimizer state in bfloat16, full activation checkpointing"
+    values = {**least, "base_dtype": "bfloat16", "precision": "no"}
+    more = {"loss": "fused", "step_in_backward": True, "wrap_embeddings": not plan.model.tied}
+    return [(words, values), (f"{words}, a loss in chunks and steps in backward", {**values, **more})]
+
+
+def without_room(plan: Plan, margin: float) -> Plan | None:
+    """Return the plan that offloads as little as makes it fit on the devices, if the hosts have no room for that."""
+    least = {"checkpointing": "full", "strategy": "FULL_SHARD", "shard_size": None, "loss": "fused"}
+    frozen = ["offload_compute_shards"] if plan.job.method != "full" else []
+    for part in [*frozen, "offload_optimizer_state", "offload_main_weights", "offload"]:
+        with contextlib.suppress(ConfigError):
+            after = evaluate(plan.model, Job.of({**plan.job.model_dump(), **least, part: True}), plan.cluster)
+            if after.setting.on_host and after.memory.needed <= margin * plan.cluster.device.memory:
+                return None if after.fits_host(margin) else after
+    return None
 
 
 def _changes(plan: Plan) -> list[_Offer]:
     job = plan.job
     halves = [job.micro_batch >> power for power in range(1, job.micro_batch.bit_length())]
-    batches = {size: job.accumulation * job.micro_batch // size for size in halves}
+    sequences = job.micro_batch * job.accumulation
+    batches = {size: sequences // size for size in halves if sequences % size == 0}
     parts = {f"offload_{name}": None for name in ("compute_shards", "main_weights", "optimizer_state")}
     saved = "what layers keep for backward" if job.checkpointing == "none" else "the inputs of checkpointed layers"
     form = plan.model.published_as  # the form of the published files

@@ -20,6 +20,10 @@ from fullshard.core.sizes import GIB
 GB = 10**9
 TERA = 10**12
 
+CONTEXT = 2**29
+"""Bytes of a device that CUDA's context and kernels use. They took 300 MB with PyTorch (pytorch issue 107667), and 484
+MiB on an RTX 3090 together with NCCL's communicator of one rank, which has no buffers (nccl pull request 2366)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -36,7 +40,8 @@ class Device:
             products are those of `mamf-finder` (stas00/ml-engineering, compute/accelerator). For the L40S and the cards
             RTX, they are torch's with 8,192 rows (zzc0721/torch-performance-test-data). Some exceed the data sheet.
         link_efficiency: fraction of `link`, `network` and `memory_bandwidth` that large transfers reach.
-        framework: device memory in bytes that the runtime and the communication library use.
+        framework: device memory in bytes that the runtime and the communication library use on several devices. With
+            one communicator, NCCL took 0.53 to 0.67 GiB on A100 (nccl issue 964) and 1.6 GB elsewhere (issue 864).
         rack: number of devices that `link` connects across hosts, or 0 if it only connects devices of one host.
         has_bfloat16: whether `flops` applies to bfloat16, or only to float16. PyTorch has flash attention for the same
             devices, because on NVIDIA's devices both require compute capability 8.0.
@@ -171,6 +176,11 @@ class Cluster:
     def per_host(self) -> int:
         """The number of devices on each host."""
         return self.count // self.hosts
+
+    @property
+    def framework(self) -> int:
+        """The bytes of each device that the runtime uses, and on several devices the communication library."""
+        return min(CONTEXT, self.device.framework) if self.count == 1 else self.device.framework
 
     def __str__(self) -> str:
         return f"{self.count} x {self.device.name} in {plural(self.hosts, 'host')}"

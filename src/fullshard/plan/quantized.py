@@ -36,30 +36,18 @@ def shares(part: Mapping[str, int], whole: int) -> str:
 
 @dataclass(slots=True)
 class Conversion:
-    """Counts of the quantised and the other elements of a model, before quantisation and without adapters.
+    """Counts of the quantised and the other elements of a model, before quantisation and without adapters."""
 
-    Attributes:
-        is_asked_for: whether the user asked to quantise the complete model, and not only single layers.
-        converted: quantised elements in bitsandbytes' layers.
-        at_rest: elements that fullshard stores in the form `form` and decodes for use, in layers of any type.
-        whole: elements that stay in 16 or 32 bits.
-        tables: the part of `whole` in embeddings and the head, which bitsandbytes never converts.
-        stacked: the part of `whole` in parameters that stack several matrices.
-        accepted: the part of `whole` in parameters that the user excluded, without embeddings and the head.
-        unadapted: frozen, stacked elements without an adapter, quantised or not.
-        left: the elements of `whole`, keyed by the reason why they are not quantised or by the parameter's name.
-    """
-
-    is_asked_for: bool = False
-    converted: int = 0
-    at_rest: int = 0
-    whole: int = 0
-    tables: int = 0
-    stacked: int = 0
-    accepted: int = 0
-    unadapted: int = 0
+    is_asked_for: bool = False  # whether the user asked to quantise the complete model, and not only single layers
+    converted: int = 0  # quantised elements in bitsandbytes' layers
+    at_rest: int = 0  # elements that fullshard stores in the form `form` and decodes for use, in layers of any type
+    whole: int = 0  # elements that stay in 16 or 32 bits
+    tables: int = 0  # the part of `whole` in embeddings and the head, which bitsandbytes never converts
+    stacked: int = 0  # the part of `whole` in parameters that stack several matrices
+    accepted: int = 0  # the part of `whole` that the user excluded, without embeddings and the head
+    unadapted: int = 0  # frozen, stacked elements without an adapter, quantised or not
     form: str = ""
-    left: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)  # the elements of `whole` by reason or by name
 
     def add_whole(
         self, name: str, shape: tuple[int, ...], reason: str, *, is_table: bool, is_accepted: bool = False

@@ -2,12 +2,9 @@
 
 The best plan is the fastest, unless one without data in host memory is less than 25 % slower (`Plan.worth`).
 
-The search covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that
-save memory, alone and combined. These are the loss in chunks, stepping in backward, embeddings as units, and offloading
-activations, optimizer state, main weights or everything. For the best plans, the search also tries to keep units
-unsharded after forward. With FULL_SHARD and SHARD_GRAD_OP, it also divides sequences of 32k tokens and more (context
-and sequence parallelism), shorter ones if nothing else fits, and experts (expert parallelism). Fused optimizers are
-always used on accelerators, because they are never slower and never take more memory.
+It covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that save memory
+(`_SAVING`), alone and combined. For the best plans, it also tries to keep units unsharded after forward. With some
+strategies (`_WITH_AXES`), it also divides long sequences, shorter ones if nothing else fits, and experts.
 
 Most options that save memory cost time. The search therefore starts without them, and always looks at the fastest
 candidate first. If a candidate does not fit, it is replaced by one with all options without which it cannot fit, or
@@ -24,7 +21,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -39,6 +36,8 @@ from fullshard.plan.shapes import ModelShape, UnitShape
 from fullshard.plan.tiles import groups_of
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_BATCH = ("micro_batch", "accumulation")
+"""Fields of which only the product stays as the user gives it: the sequences per rank and optimizer step."""
 
 _SAVING: Mapping[str, Mapping[str, Any]] = {
     "chunks": {"loss": "fused"},
@@ -73,8 +72,8 @@ def search(
     The result is empty if no plan does.
 
     The search only proposes plans that this engine can run. For example, it does not combine selective checkpointing
-    with compilation. The number of sequences per optimizer step stays as in `job` if it is divisible by the
-    micro-batch size.
+    with compilation. The number of sequences per optimizer step stays as in `job`, unless it is 1 and `fixed` does not
+    contain `micro_batch`.
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # a fused optimizer costs nothing
@@ -135,13 +134,17 @@ class _Search:
         self._saving = [name for name in self._saving if self._has_room(name)]
 
     def _has_room(self, name: str) -> bool:
-        """Return whether the hosts have room for what an option puts on them, in the smallest case."""
+        """Return whether the hosts have room for what an option puts on them, in the smallest case.
+
+        Small micro-batches leave smaller activations there. A single one needs no buffers to sum gradients.
+        """
         if not any("offload" in setting for setting in _SAVING[name]):
             return True
         if not self._cluster.device.can_offload:
             return False
-        candidate = self._candidate(closest(self._job, self._fixed), frozenset({name}))
-        return candidate is None or self._host_may_fit(candidate)
+        ways = ({**closest(self._job, self._fixed), **batch} for batch in self._batches({}))
+        known = (self._candidate(way, frozenset({name})) for way in ways)
+        return any(candidate is None or self._host_may_fit(candidate) for candidate in known)
 
     def plans(self) -> list[Plan]:
         """Run the search, and return the plans that fit, the fastest first."""
@@ -190,13 +193,11 @@ class _Search:
                 continue  # the others save little time where memory is short
             for checkpointing in (job.checkpointing,) if "checkpointing" in fixed else kinds:
                 more = {"checkpointing": checkpointing, "reentrant": job.reentrant and checkpointing == "full"}
-                for batch in self._batches(axes):
-                    candidate = self._candidate({**axes, **mesh, **loss, **more, **batch}, frozenset())
-                    if candidate is None:
-                        continue
-                    if not self._may_fit(candidate.needed) and not self._may_ever_fit(candidate.way):
-                        break  # larger ones need more memory
-                    yield candidate
+                known = self._by_batch({**axes, **mesh, **loss, **more}, frozenset(), self._may_be_made_to_fit)
+                yield from (candidate for candidate, fits in known if fits)
+
+    def _may_be_made_to_fit(self, candidate: _Candidate) -> bool:
+        return self._may_fit(candidate.needed) or self._may_ever_fit(candidate.way)
 
     def _axes(self) -> list[dict[str, int]]:
         """Return the ways to divide sequences and experts among ranks that are tried, of which the first is none."""
@@ -221,12 +222,8 @@ class _Search:
         saving = frozenset({"chunks", "embeddings"} & {*self._saving})
         known = list[_Candidate]()
         for way, checkpointing, size in itertools.product(ways, ("none", "selective", "full"), sizes):
-            for batch in self._batches({**beside, kind: size}):
-                values = {**beside, kind: size, **way, **batch, "checkpointing": checkpointing}
-                candidate = self._candidate(values, saving)
-                known += [candidate] if candidate is not None else []
-                if candidate is None or not self._may_fit(candidate.needed):
-                    break
+            values = {**beside, kind: size, **way, "checkpointing": checkpointing}
+            known += [found for found, _ in self._by_batch(values, saving, lambda found: self._may_fit(found.needed))]
         fitting = sorted(candidate for candidate in known if self._may_fit(candidate.needed))
         least = sorted(known, key=lambda candidate: candidate.needed)[:1]
         best = dict.fromkeys(candidate.way[kind] for candidate in fitting or least)
@@ -236,9 +233,22 @@ class _Search:
         """Yield the micro-batches that are tried, the smallest first, for the same number of sequences per step."""
         job = self._job
         sequences = job.micro_batch * job.accumulation * math.prod(axes.get(axis, 1) for axis in ("cp", "sp"))
-        for size in _MICRO_BATCHES:
-            if size <= sequences or sequences == 1:
-                yield {"micro_batch": size, "accumulation": max(1, sequences // size)}
+        divisors = (n for n in range(1, max(*_MICRO_BATCHES, job.micro_batch) + 1) if sequences % n == 0)
+        is_free = sequences == 1 and "micro_batch" not in self._fixed
+        for size in _MICRO_BATCHES if is_free else divisors:
+            yield {"micro_batch": size, "accumulation": max(1, sequences // size)}
+
+    def _by_batch(
+        self, way: Mapping[str, Any], saving: frozenset[str], fits: Callable[[_Candidate], bool]
+    ) -> Iterator[tuple[_Candidate, bool]]:
+        """Yield a candidate for each micro-batch, and whether it fits, without those larger than one that does not."""
+        too_large = set[bool]()  # by whether micro-batches are accumulated: a single one has no sums of gradients
+        for batch in self._batches(way):
+            adds_up = batch["accumulation"] > 1
+            candidate = None if adds_up in too_large else self._candidate({**way, **batch}, saving)
+            if candidate is not None:
+                yield candidate, (enough := fits(candidate))
+                too_large |= set() if enough else {adds_up}
 
     def _indispensable(self, way: Mapping[str, Any]) -> frozenset[str]:
         """Return the options without which a candidate cannot fit, even with all others."""
@@ -373,7 +383,7 @@ def closest(job: Job, fixed: Collection[str]) -> dict[str, Any]:
     strategy = "HYBRID_SHARD" if "shard_size" in fixed else "FULL_SHARD"
     least: dict[str, Any] = {"strategy": strategy, "shard_size": None, "checkpointing": "full", "micro_batch": 1}
     least["accumulation"] = job.accumulation * job.micro_batch
-    return {name: value for name, value in least.items() if name not in fixed}
+    return {name: value for name, value in least.items() if name not in fixed or name in _BATCH}
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:

@@ -192,7 +192,7 @@ class Meter:
         places: dict[str, dict[str, float]] = {}
         for (what, kind), total in self._waits.items():
             places.setdefault(what, {})[kind] = total / len(chosen)
-        runtime = self._cluster.device.framework or self._before  # of a CPU, the process before the script
+        runtime = self._cluster.framework or self._before  # of a CPU, the process before the script
         needed, memory = self._top[1] + runtime, self._cluster.device.memory
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the losses may still be on their way
