@@ -184,7 +184,9 @@ def _kept(model: ModelShape, job: Job, peer: Peer) -> int:
 
 
 def _loss_moment(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
-    logits = job.tokens * model.vocab * peer.logit_nbytes if job.loss == "eager" else 0
+    # KempnerForge's loop keeps the logits, and `cross_entropy` computes three more tensors like them.
+    each = {"eager": peer.logit_nbytes, "plain": 4 * itemsize(job.compute_dtype)}.get(job.loss, 0)
+    logits = job.tokens * model.vocab * each
     cast = 2 * model.vocab * model.hidden if peer.engine == "k-bit" else 0
     return {"activations kept": _kept(model, job, peer), "logits and loss": logits, "head in bfloat16": cast}
 

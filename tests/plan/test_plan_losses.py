@@ -116,6 +116,31 @@ def test_forward_holds_what_is_planned(dtype: str) -> None:
     assert peak(forward) == pytest.approx(logits_nbytes(shape, job).forward / (VOCAB * TOKENS), abs=0.3)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_torchs_loss_stays_in_the_dtype_of_the_logits(dtype: str, keeps: bool) -> None:
+    """If nothing casts it. Autocast does, so the loss is then planned like Transformers' own."""
+    hidden = torch.zeros(TOKENS, 16, dtype=getattr(torch, dtype))
+    head = torch.zeros(16, VOCAB, dtype=hidden.dtype, requires_grad=True)
+
+    def run() -> None:
+        logits = hidden @ head
+        loss = nn.functional.cross_entropy(logits, torch.zeros(TOKENS, dtype=torch.long))
+        if not keeps:
+            del logits
+        loss.backward()
+
+    expected = planned("llama", precision="no", base_dtype=dtype, loss="plain", keeps_outputs=keeps)
+    assert expected == hidden.itemsize * (4 if keeps else 3)
+    assert peak(run) == pytest.approx(expected, abs=0.3)
+    assert planned("llama", precision="bf16", loss="plain") == planned("llama", precision="bf16")
+    shape, _ = from_config({**CONFIG, "model_type": "llama"}, where="x")
+    jobs = [Job.of({"precision": "no", "base_dtype": "bfloat16", "loss": loss}) for loss in ("plain", "eager")]
+    assert moved_nbytes(shape, jobs[0]) < 0.5 * moved_nbytes(shape, jobs[1])
+    plan = evaluate(load_model("GPT-2")[0], jobs[0], parse_cluster("2xA100"))
+    assert any("torch's cross_entropy on all logits, in bfloat16: 6 bytes" in note for note in notes_of(plan))
+
+
 def test_the_loss_needs_what_the_formula_says() -> None:
     """The three float32 tensors of cross entropy's backward, counted by their sizes."""
     produced = []

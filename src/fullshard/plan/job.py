@@ -20,7 +20,7 @@ from fullshard.plan.schedule import ScheduleOptions
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
-Loss = Literal["eager", "kernel", "fused"]
+Loss = Literal["eager", "plain", "kernel", "fused"]
 Experts = Literal["grouped", "eager", "kernel"]
 Kernel = Literal["flash", "flash3", "flash4", "sdpa", "eager"]
 
@@ -126,8 +126,8 @@ class Job(View):
     )
     loss: Loss = Field(
         "eager",
-        description="eager is Transformers' own, in float32; kernel is one kernel on whole logits, not in float32; "
-        "fused computes the loss in chunks",
+        description="eager is Transformers' own, in float32; plain is torch's cross_entropy without a cast; kernel is "
+        "one kernel on whole logits, not in float32; fused computes the loss in chunks",
     )
     loss_chunk: int | None = Field(
         None, ge=1, description="Tokens that the fused loss computes at a time. Default: 1024"

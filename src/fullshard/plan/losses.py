@@ -10,7 +10,8 @@ Transformers casts to float32 inside the loss, and shifts the labels instead of 
 b bytes per value in the compute dtype, forward needs at most b + 8 bytes per logit, and backward needs 12. Autograd
 does not save the logits themselves, so they are freed before backward unless the training loop keeps the model's
 `outputs` until backward ends. Trainer does not keep them. In float32 nothing is cast, so forward needs one copy less.
-If a loss does not cast, autocast does.
+If a loss does not cast, autocast does. Without autocast, torch's own `cross_entropy` (`plain`) computes all these in
+the dtype of the logits.
 
 The fused loss is the engine's own (`wrap/chunked_loss`). It processes the tokens in chunks and saves nothing for
 backward, so backward computes the logits again. This adds a fourth matrix product with the head's weight to the usual
@@ -29,6 +30,11 @@ from fullshard.plan.shapes import ModelShape
 BACKWARD_LOSS_NBYTES = 12
 """Bytes per logit at the peak of the loss's backward: log-softmax's output, its gradient and its input's gradient, each
 in float32. `cross_entropy` saves nothing else."""
+
+
+def _softmax_width(job: Job) -> int:
+    """Return the bytes of a value of log-softmax."""
+    return itemsize(job.compute_dtype) if job.loss == "plain" and job.precision not in AUTOCAST else 4
 
 
 def softmax_passes(words: int) -> tuple[int, int]:
@@ -61,10 +67,9 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     capped = width if model.capped_logits else 0  # tanh's output
     if job.loss == "kernel":  # the gradient is as large as the logits, which are kept
         return LogitsNbytes(*(elements * each for each in (width + capped, 2 * width + capped, held + capped)))
-    forward = width + (4 if width < 4 else 0) + 4 + capped
-    return LogitsNbytes(
-        elements * forward, elements * (held + BACKWARD_LOSS_NBYTES + capped), elements * (held + capped)
-    )
+    softmax = _softmax_width(job)
+    forward, backward = width + softmax * (1 + (width < softmax)), 3 * softmax
+    return LogitsNbytes(*(elements * (each + capped) for each in (forward, held + backward, held)))
 
 
 def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
@@ -100,9 +105,10 @@ def moved_nbytes(model: ModelShape, job: Job) -> float:
     width = itemsize(job.compute_dtype)
     if job.loss == "kernel":  # it reads twice and writes once
         return 3.0 * width * model.vocab * job.tokens
-    if job.loss == "eager":
+    if job.loss in ("eager", "plain"):
         # Casts and their gradients; log-softmax, its backward, and zeros for the gradient of picking the targets.
-        each = (2 * (width + 4) if width < 4 else 0) + 4 * (sum(softmax_passes(model.vocab)) + 1)
+        softmax = _softmax_width(job)
+        each = (2 * (width + softmax) if width < softmax else 0) + softmax * (sum(softmax_passes(model.vocab)) + 1)
         return float(each * model.vocab * job.tokens)
     words = _words(model, job)
     casts = 3 * (width + 4) if width < 4 else 0
@@ -133,6 +139,9 @@ def loss_note(model: ModelShape, job: Job) -> str:
         )
     if job.loss == "kernel":
         return f"the loss is one kernel on all logits in {job.compute_dtype}, like flash-attn's and Liger's: {worst}"
+    if job.loss == "plain":
+        dtype = "float32" if _softmax_width(job) == 4 else job.compute_dtype
+        return f"the loss is torch's cross_entropy on all logits, in {dtype}: {worst}"
     kept = "the loop keeps its outputs"
     if not job.keeps_outputs:
         kept = "a loop that keeps outputs until backward ends, unlike Trainer, needs more (--keeps-outputs)"
