@@ -6,6 +6,7 @@ Run: `python -m pytest tests/cli/test_cli_ckpt.py`.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
+from fullshard.api import Accelerator
 from fullshard.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import read_manifest
@@ -50,6 +52,20 @@ def test_inspect_says_what_is_in_it(saved: Path) -> None:
         assert part in text
     assert "step               2" in text and "world_size         2" in text and "scheduler" in text
     assert "layers.1.0.weight" not in text and "layers.1.0.weight" in _run("inspect", saved, "--tensors").stdout
+
+
+def test_inspect_says_when_and_after_which_step(tmp_path: Path) -> None:
+    """The time is readable, and a script that counts no steps has saved none."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(4, 4))
+    accelerator.save_state(str(tmp_path / "uncounted"))
+    accelerator.step = 12
+    accelerator.save_state(str(tmp_path / "counted"))
+    text = _run("inspect", tmp_path / "uncounted").stdout
+    assert re.search(r"^saved_at +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC$", text, re.MULTILINE)
+    assert "step  " not in text and re.search(r"^step +12$", _run("inspect", tmp_path / "counted").stdout, re.MULTILINE)
+    facts = json.loads(_run("inspect", tmp_path / "uncounted", "--json").stdout)
+    assert facts["step"] is None and isinstance(facts["saved_at"], float)
 
 
 def test_inspect_as_json(saved: Path) -> None:

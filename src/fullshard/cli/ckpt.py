@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -73,6 +74,8 @@ def inspect(
         typer.echo(json.dumps({**facts, "tensors": listed}, indent=2))
         return
     facts |= {"numel": format_count(facts["numel"]), "nbytes": format_nbytes(facts["nbytes"])}
+    if "saved_at" in facts:
+        facts["saved_at"] = f"{datetime.fromtimestamp(facts['saved_at'], UTC):%Y-%m-%d %H:%M:%S} UTC"
     for name, value in facts.items():
         if value not in (None, [], {}) and name != "config":
             _say(f"{name:<18} {value if isinstance(value, str) else json.dumps(value)}")
@@ -305,7 +308,8 @@ def _facts(source: Source) -> dict[str, Any]:
             "state": sorted({key for values in contents.optimizer.state.values() for key in values}),
         }
     if isinstance(extra := contents.states.get("extra"), dict):
-        facts |= {"step": extra.get("step"), "config": extra.get("config")}
+        is_counted = extra.get("step") or "schedule_steps" not in extra  # `save_state` of a script that counts no steps
+        facts |= {"step": extra.get("step") if is_counted else None, "config": extra.get("config")}
     if manifest is not None:
         keys = {"save_id", "saved_at", "world_size", "mesh", "fullshard_version", "torch_version"}
         facts |= manifest.model_dump(include=keys)
