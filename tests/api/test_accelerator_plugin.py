@@ -529,3 +529,11 @@ def test_another_one_made_of_it_is_set_to_what_was_set() -> None:
         del fields["fsdp_version"], fields["state_dict_config"], fields["optim_state_dict_config"]  # no effect
         spelled_out = precision_of(Plugin(**fields))
         assert spelled_out.compute_dtype == precision_of(plugin).compute_dtype
+
+
+def test_a_precision_that_replaces_the_launchers_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.of_paths({"precision.mode": "bf16"})
+    for name, value in hand_over(config, tmp_path / "config.json").items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="mixed_precision = fp32 is used instead of bf16 from fullshard launch"):
+        assert Accelerator(cpu=True, mixed_precision="fp32").mixed_precision == "fp32"

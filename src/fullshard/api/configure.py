@@ -20,13 +20,20 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     accelerator, plugins = FLAT.read(entries_of(given, "Accelerator")), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)
     above = parallelism(parallelism_config, plugins if plugins.setting("sharding.strategy") or not base else base)
-    resolved = resolve([base or launched(), accelerator, plugins, above])
+    below = base or launched()
+    resolved = resolve([below, accelerator, plugins, above])
     if isinstance(plugin, FullyShardedDataParallelPlugin):
         plugin.show(resolved.config)
-    say_once([*resolved.notes, *_given_way(accelerator, plugins)])
+    say_once([*resolved.notes, *_given_way(accelerator, plugins), *_replaced(below, accelerator)])
     if resolved.config.sharding.cpu_ram_efficient_loading:
         tell_transformers()
     return resolved.config
+
+
+def flat_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return (value, default) of each setting, by its name in a file, such as `sharding.strategy`."""
+    values, defaults = config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
+    return {f"{at}.{name}": (value, defaults[at][name]) for at, part in values.items() for name, value in part.items()}
 
 
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
@@ -36,6 +43,14 @@ def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
         if other is not None and other.value != setting.value:
             text = f"= {shown(setting.value)} is overridden by the plugin's {other.key} = {shown(other.value)}"
             yield Note(setting.origin, setting.key, Status.NO_EFFECT, text)
+
+
+def _replaced(below: Reading, accelerator: Reading) -> Iterator[Note]:
+    """Yield a note if the Accelerator's precision replaces the one that the launcher has printed."""
+    theirs, own = below.setting("precision.mode"), accelerator.setting("precision.mode")
+    if theirs is not None and own is not None and own.value != theirs.value != "no":  # the default
+        text = f"= {shown(own.value)} is used instead of {shown(theirs.value)} from {theirs.origin}"
+        yield Note(own.origin, own.key, Status.TRANSLATED, text)
 
 
 def _reading(plugin: Any) -> Reading:
