@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,17 @@ def test_a_folder_without_a_model_is_one_message(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and "contains no model: neither config.json nor adapter_config.json" in done.stderr
+
+
+def test_an_unreachable_hub_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens on the port of `discard`
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"cannot load the model 'someone/model'(.|\n)*hint: pass the directory of"):
+        talk(Path("someone/model"), "", monkeypatch)
+    assert time.monotonic() - began < 20  # Transformers alone tries for 42 seconds and more
+    assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err

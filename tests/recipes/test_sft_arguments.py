@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import typer
 
-from fullshard.core.errors import ConfigError, FullshardError
+from fullshard.core.errors import ConfigError, DataError, FullshardError
 from fullshard.recipes.sft_arguments import FLAGS, read_arguments
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
@@ -163,15 +163,43 @@ def test_a_template_in_a_file_makes_chats_fit(tmp_path: Path) -> None:
             sft.make_trainer(read_arguments([*common, "--chat_template_path", str(tmp_path / "a.jinja")], print))
 
 
+def test_a_template_that_does_not_mark_the_assistant(tmp_path: Path) -> None:
+    """The error names the line of the file, before data and model are read. Templates that mark, or TRL marks, do."""
+    from trl import chat_template_utils as known
+
+    from fullshard.recipes import sft
+
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: m\noutput_dir: o\nassistant_only_loss: true\ndataset_name: none\n")
+    tokenizer = SimpleNamespace(name_or_path="m", chat_template="{{ messages }}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "load_tokenizer", lambda arguments: (tokenizer, False))
+        patch.setattr(known, "supports_tool_calling", lambda tokenizer: False)
+        expected = (
+            r"^.*run\.yaml:3:1.*: the chat template of m does not mark the .*\nhint: use --chat_template_format chat"
+        )
+        with pytest.raises(ConfigError, match=expected):
+            sft.make_trainer(read_arguments([str(file)], print))
+        tokenizer.chat_template = known.llama3_chat_template
+        with pytest.raises(DataError, match="none cannot be read"):  # the data, which comes after the template
+            sft.make_trainer(read_arguments([str(file)], print))
+        (tmp_path / "a.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}")
+        with pytest.raises(DataError, match="none cannot be read"):
+            sft.make_trainer(read_arguments([str(file), "--chat_template_path", str(tmp_path / "a.jinja")], print))
+
+
 def test_an_unreachable_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from fullshard.recipes import sft
+    from fullshard.recipes.model import require_hub
 
     constants = sft.huggingface_hub.constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(sft.datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens on the port of `discard`
-    sft._require_hub("/", "/tmp")
+    require_hub(sft.say, "/", "/tmp")
     assert not constants.HF_HUB_OFFLINE
-    sft._require_hub("/", "someone/chats")
+    require_hub(sft.say, "/", "someone/chats")
     assert constants.HF_HUB_OFFLINE and sft.datasets.config.HF_HUB_OFFLINE
-    assert "http://127.0.0.1:9 cannot be reached, so only downloaded files are used" in capsys.readouterr().err
+    assert (
+        "http://127.0.0.1:9 cannot be reached, so only local and downloaded files are used" in capsys.readouterr().err
+    )

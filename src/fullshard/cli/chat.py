@@ -1,12 +1,14 @@
 """The `fullshard chat` command, which talks to a trained model in the terminal."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fullshard.core.errors import ConfigError, own_errors
+from fullshard.core.files import read_object
 from fullshard.core.imports import import_extra
 
 
@@ -50,19 +52,23 @@ def chat(
 def _load(transformers: Any, name: str) -> tuple[Any, Any]:
     """Load a model, with its adapter if it has one, and its tokenizer."""
     from fullshard.checkpoint.offline.merged import align_tokens
+    from fullshard.recipes.model import require_hub
 
     place = Path(name) / "export" if (Path(name) / "export").is_dir() else Path(name)
     source = str(place) if place.exists() else name
-    if place.is_dir() and not any((place / file).exists() for file in ("config.json", "adapter_config.json")):
+    if place.exists() and not any((place / file).exists() for file in ("config.json", "adapter_config.json")):
         raise ConfigError(
             f"{place} contains no model: neither config.json nor adapter_config.json",
             hint="pass the output of `fullshard train` or `fullshard sft`, or export a checkpoint with `ckpt export`",
         )
-    kind, hint = transformers.AutoModelForCausalLM, None
+    names, hint = [source], "pass the directory of a model or, if the hub can be reached, a hub name"
+    kind = transformers.AutoModelForCausalLM
     if (place / "adapter_config.json").exists():
         kind = import_extra("peft", extra="sft", purpose="talking to an adapter").AutoPeftModelForCausalLM
+        names.append(str(read_object(place / "adapter_config.json").get("base_model_name_or_path")))
         hint = f"set base_model_name_or_path in {place / 'adapter_config.json'} to its base model's absolute path"
     with own_errors(f"cannot load the model {name!r}", hint):
+        require_hub(partial(typer.echo, err=True), *names)
         network = kind.from_pretrained(source, dtype="auto")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     align_tokens(network, tokenizer)

@@ -5,6 +5,7 @@ fullshard launch --config_file FILE -m fullshard.recipes.sft --model_name_or_pat
 """
 
 import contextlib
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -23,10 +24,11 @@ from fullshard.integrations.transformers.trainer import complete_checkpoints
 from fullshard.launch.environment import is_started_again, may_be_started_again, read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
+from fullshard.observe import memory_nbytes
 from fullshard.observe.report import write_report
 from fullshard.recipes.formats import converted
-from fullshard.recipes.model import muon
-from fullshard.recipes.sft_arguments import SFTArguments, read_arguments
+from fullshard.recipes.model import muon, require_hub
+from fullshard.recipes.sft_arguments import SFTArguments, blamed, read_arguments
 
 huggingface_hub: Any = import_extra("huggingface_hub", extra="sft", purpose="fullshard sft")
 datasets: Any = import_extra("datasets", extra="sft", purpose="fullshard sft")
@@ -57,7 +59,7 @@ def run(arguments: SFTArguments) -> Any:
         run_on_main(environment, lambda: held.enter_context(lease(output)))
         resume = run_on_main(environment, lambda: _where_to_begin(training))
         training.push_to_hub = False  # pushed at the end, so that an unreachable hub loses no training
-        _require_hub(arguments.model.model_name_or_path, arguments.script.dataset_name)
+        require_hub(say, arguments.model.model_name_or_path, arguments.script.dataset_name)
         trainer = make_trainer(arguments)
         if arguments.own.profile:
             trainer.add_callback(_Profiling(trainer.accelerator, output / "profile"))
@@ -86,18 +88,6 @@ def run(arguments: SFTArguments) -> Any:
         return trainer
 
 
-def _require_hub(*names: str) -> None:
-    """Use only downloaded files for names on the hub if it cannot be reached. Otherwise, each of them takes minutes."""
-    constants = huggingface_hub.constants
-    if constants.HF_HUB_OFFLINE or all(Path(name).exists() for name in names):
-        return
-    try:
-        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:  # from the HTTP library, which depends on the version
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-        say(f"{constants.ENDPOINT} cannot be reached, so only downloaded files are used: {error}")
-
-
 class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
     """A callback that profiles steps 3 to 5 on this rank. The first two steps are slow and would not be typical."""
 
@@ -124,10 +114,14 @@ def make_trainer(arguments: SFTArguments) -> Any:
     """Create TRL's trainer with the model, the data and the adapters, ready to train."""
     training, settings, name = arguments.training, arguments.model, arguments.model.model_name_or_path
     tokenizer, added = load_tokenizer(arguments)
+    if training.assistant_only_loss:
+        with blamed(arguments.own.entries):
+            _require_marks(training, tokenizer)
     train, test = load_data(arguments, has_template=bool(tokenizer.chat_template or training.chat_template_path))
     quantization = trl.get_quantization_config(settings)
     if quantization is not None and (compute := arguments.own.bnb_4bit_compute_dtype) is not None:
         quantization.bnb_4bit_compute_dtype = getattr(torch, compute)
+    before = memory_nbytes(torch.device("cpu"))
     model: Any = checkpoint.from_pretrained(  # each rank reads only what it owns after sharding
         transformers.AutoModelForCausalLM,
         str(Path(name).absolute()) if Path(name).is_dir() else name,  # adapters record it as their base
@@ -149,7 +143,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
         say("packing without flash attention cuts texts into pieces of max_length (packing_strategy wrapped)")
         training.packing_strategy = "wrapped"
     try:
-        return SFTTrainer(
+        trainer = SFTTrainer(
             model=model,
             args=training,
             train_dataset=train,
@@ -165,6 +159,8 @@ def make_trainer(arguments: SFTArguments) -> Any:
             f"some adapters are on stacked experts, and PEFT's {error}",
             hint="remove that option (--lora_dropout 0), or choose --lora_target_modules without experts",
         ) from error
+    trainer.memory_before_model = before if trainer.accelerator.device.type == "cpu" else 0
+    return trainer
 
 
 def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
@@ -192,6 +188,21 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, int]:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer, len(tokenizer) - before
+
+
+def _require_marks(training: Any, tokenizer: Any) -> None:
+    """Raise `ConfigError` unless the chat template marks the assistant's messages, or TRL knows how to mark them."""
+    path = str(training.chat_template_path or "")
+    if path.endswith((".jinja", ".j2")):
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")  # as TRL does
+    elif path or tokenizer.chat_template is None:
+        return  # TRL copies another model's template; without a template, data with chats is refused
+    try:
+        importlib.import_module("trl.chat_template_utils").get_training_chat_template(tokenizer)
+    except ValueError:
+        what = f"the chat template of {path or tokenizer.name_or_path} does not mark the assistant's messages"
+        hint = "use --chat_template_format chatml, or a --chat_template_path with {% generation %} around them"
+        raise ConfigError(f"--assistant_only_loss: {what}", hint=hint) from None
 
 
 def load_data(arguments: SFTArguments, *, has_template: bool = True) -> tuple[Any, Any]:

@@ -37,6 +37,7 @@ class OwnArguments:
     profile: bool = _flag(False, "Profile steps 3 to 5, and write one trace per rank.")
     eval_split_size: float | None = _flag(None, "Rows to hold out for evaluation: a number, or a share below 1.")
     merge_adapter: bool = _flag(False, "At the end, write base model and adapter as one model to OUTPUT_DIR/merged.")
+    entries: Mapping[str, Entry] = field(default_factory=dict, init=False)  # in the file of the arguments
 
 
 FLAGS = tomllib.loads(Path(__file__).with_name("sft_flags.toml").read_text(encoding="utf-8"))
@@ -60,8 +61,10 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
         entries, words = _in_file(Path(words[0]), parser), words[1:]
     for word in words:  # a flag replaces what the file says
         entries.pop(getattr(parser._option_string_actions.get(word.partition("=")[0]), "dest", ""), None)
-    with _blamed(entries):
-        return _parsed(parser, [*(word for entry in entries.values() for word in _words(entry)), *words], say)
+    with blamed(entries):
+        found = _parsed(parser, [*(word for entry in entries.values() for word in _words(entry)), *words], say)
+    found.own.entries = entries
+    return found
 
 
 def _parsed(parser: Any, words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
@@ -140,7 +143,7 @@ def _in_file(path: Path, parser: Any) -> dict[str, Entry]:
         elif (other := found.setdefault(action.dest, entry)).plain != entry.plain:
             raise ConfigError(f"{other.origin} and {entry.origin} contradict each other: {other!r}, {entry!r}")
         else:
-            with _blamed({entry.key: entry}):
+            with blamed({entry.key: entry}):
                 if parser.parse_known_args(_words(entry))[1]:
                     parser.error(f"--{entry.key} takes one value, got {entry.plain}")
     return found
@@ -162,7 +165,7 @@ def _advice(word: str, parser: Any) -> str:
 
 
 @contextlib.contextmanager
-def _blamed(entries: Mapping[str, Entry]) -> Iterator[None]:
+def blamed(entries: Mapping[str, Entry]) -> Iterator[None]:
     """Begin an error within the block with the lines in a file of the arguments that its message names."""
     try:
         yield
