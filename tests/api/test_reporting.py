@@ -25,6 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from fullshard.api import Accelerator
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.features import shard_model
+from fullshard.observe import read_metrics
+from fullshard.observe.record import read_runs
+from fullshard.observe.report import render
 from tests.distributed import preload, run_ranks
 
 preload("accelerate.tracking")
@@ -276,3 +279,35 @@ def test_what_is_prepared_again_after_free_memory_is_known_again(tmp_path: Path)
     accelerator.load_state(tmp_path / "state")
     after = optimizer.state[next(iter(model.parameters()))]
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def _recorded(directory: str) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=directory)
+    model = nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.25))
+    accelerator.init_trackers("run", {"width": 4})
+    for step in (1, 2):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"train_loss": torch.tensor(step + 0.5), "epoch": 1, "note": "text"})
+    accelerator.log({"eval_loss": 9.0, "tokens_per_second": 70}, step=2)
+    accelerator.log({"accuracy": 1.0}, step=3)  # nothing that a report shows
+    accelerator.end_training()
+
+
+def test_what_a_script_logs_is_recorded_for_reports(tmp_path: Path) -> None:
+    """Also without a tracker. Of the memory, only rank 0's is known, and of the rest what the script logs."""
+    run_ranks(_recorded, 2, str(tmp_path))
+    steps = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [(m.step, m.loss, m.held_out_loss) for m in steps] == [(1, 1.5, None), (2, 2.5, None), (2, None, 9.0)]
+    assert [m.learning_rate for m in steps] == [0.25] * 3 and [m.tokens_per_second for m in steps] == [None, None, 70]
+    assert all(len(m.memory_nbytes) == 1 and m.memory_nbytes[0] > 2**20 for m in steps)
+    assert {m.step_seconds for m in steps} == {m.data_wait_seconds for m in steps} == {None}
+    [run] = read_runs([tmp_path])
+    assert run.state == "done, 2 steps" and run.recorded.measures_rank_0 and run.recorded.planned_nbytes is None
+    assert run.environment["model"] == "Linear, 20 parameters" and run.environment["ranks"] == 2
+    assert run.settings["width"] == {"value": 4, "origin": "given"}
+    assert run.settings["sharding.strategy"]["origin"] == "default"
+    page = render([run])
+    assert "planned peak is unknown: the script" in page and "(1 until step" not in page

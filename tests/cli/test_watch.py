@@ -6,16 +6,23 @@ pytest tests/cli/test_watch.py
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from fullshard.cli import watch
 from fullshard.cli.main import app
-from fullshard.core.journal import Happening, Journal
+from fullshard.core.journal import Happening, Journal, read_journal
 from fullshard.core.sizes import GIB
 from fullshard.observe import StepMetrics
 
@@ -30,8 +37,8 @@ def step(number: int) -> str:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / "metrics.jsonl").write_text("".join(map(step, range(1, 31))))
-    (tmp_path / "settings.json").write_text(json.dumps({"--steps": {"value": 50, "origin": "given"}}))
-    (tmp_path / "environment.json").write_text(json.dumps({"ranks": 2, "hosts": "one, three, two"}))
+    facts = {"ranks": 2, "hosts": "one, three, two", "total_steps": 50}
+    (tmp_path / "environment.json").write_text(json.dumps(facts))
     journal = Journal(tmp_path / "events.jsonl", rank=0)
     journal.note(Happening.START, host="one")
     journal.note(Happening.SAVE, path="here/step-20", host="one")
@@ -101,3 +108,96 @@ def test_it_ends_with_the_run(run: Path, kind: Happening, code: int, ended: str)
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
     code, _ = watched(tmp_path, "--once")
     assert code != 0
+
+
+def launched(run: Path, *, host: str, pid: int, ago: float, **more: object) -> None:
+    """Let a run begin now, and let its files be of `ago` seconds before now."""
+    event = {"time": datetime.now(UTC).isoformat(), "kind": "start", "host": host, "pid": pid} | more
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    for name in ("events.jsonl", "metrics.jsonl"):
+        os.utime(run / name, (time.time() - ago, time.time() - ago))
+
+
+@pytest.fixture
+def ended() -> int:
+    """A process id that no process has."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_a_run_whose_launcher_was_killed_is_lost(run: Path, ended: int) -> None:
+    here = socket.gethostname()
+    launched(run, host=here, pid=1, ago=30, launcher=ended)
+    code, text = watched(run)
+    assert code == 1 and re.match(
+        r"ended           the run has written nothing since 20\d\d-\S+ \S+ UTC\nlauncher  ", text
+    )
+    assert f"launcher        process {ended} on {here} no longer runs\n" in text
+    launched(run, host=here, pid=ended, ago=200)  # without a launcher
+    assert watched(run)[0] == 1 and f"rank 0          process {ended} on {here} no longer runs\n" in watched(run)[1]
+
+
+def test_a_run_that_may_still_write_is_not_lost(run: Path, ended: int) -> None:
+    here = socket.gethostname()
+    for state in (
+        {"pid": 1, "launcher": ended, "ago": 1},  # the launcher of another container has the same host name
+        {"pid": 1, "launcher": os.getppid(), "ago": 500},
+        {"pid": ended, "ago": 30},  # torchrun may start it again
+    ):
+        launched(run, host=here, **state)
+        assert watched(run, "--once")[0] == 0, state
+    launched(run, host="elsewhere", pid=ended, launcher=ended, ago=1000)  # its clock may differ
+    assert watched(run, "--once")[0] == 0
+
+
+def test_another_host_is_lost_without_heartbeats(run: Path, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_SILENT_SECONDS", 0.5)
+    launched(run, host="elsewhere", pid=ended, launcher=7, ago=0)
+    beats = [threading.Timer(at / 5, os.utime, [run / "events.jsonl"]) for at in range(1, 6)]
+    began = time.monotonic()
+    for beat in beats:
+        beat.start()
+    code, text = watched(run, "--every", "0.1")
+    assert code == 1 and time.monotonic() - began > 1.4
+    assert "launcher        process 7 on elsewhere has sent no heartbeat for" in text
+
+
+def test_memory_of_one_rank_is_said_to_be_of_one(run: Path) -> None:
+    (run / "environment.json").write_text(json.dumps({"ranks": 2, "measures_rank_0": True}))
+    assert "2.00 GiB on rank 0\n" in watched(run, "--once")[1]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_a_killed_launcher_ends_the_watch(tmp_path: Path) -> None:
+    """The launcher shows that it lives, also while no rank writes, until it is killed."""
+    script = "import sys, time, fullshard; fullshard.record_events(sys.argv[1]); time.sleep(100)"
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, "-m", "fullshard", "launch", "--num_processes", "2", "--cpu", "train.py", "out"]
+    journal = tmp_path / "out" / "events.jsonl"
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL) as launcher:
+        while not (journal.exists() and journal.read_text()):
+            time.sleep(0.1)
+        wrote = json.loads(journal.read_text().splitlines()[0])
+        assert wrote["launcher"] == launcher.pid
+        before = journal.stat().st_mtime
+        time.sleep(7)
+        assert journal.stat().st_mtime > before and watched(tmp_path / "out", "--once")[0] == 0
+        launcher.send_signal(signal.SIGKILL)
+    code, text = watched(tmp_path / "out", "--every", "0.5")
+    assert code == 1 and f"launcher        process {launcher.pid} on " in text
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_the_launcher_records_the_end_of_a_script(tmp_path: Path) -> None:
+    """Only if the script has not recorded it."""
+    words = [sys.executable, "-m", "fullshard", "launch", "--num_processes", "2", "--cpu", "train.py"]
+    for end, pids in ((".end_training()", 1), ("", 2)):
+        script = "import fullshard; fullshard.Accelerator(cpu=True, project_dir='out')" + end
+        (tmp_path / "train.py").write_text(script)
+        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+        events = list(read_journal(tmp_path / "out"))
+        assert [event["kind"] for event in events] == ["start", "end"] and len({e["pid"] for e in events}) == pids
+        (tmp_path / "out" / "events.jsonl").unlink()

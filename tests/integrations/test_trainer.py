@@ -27,6 +27,8 @@ from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
 from fullshard.features.watchdog import WATCHDOG
+from fullshard.observe import read_metrics
+from fullshard.observe.record import read_runs
 from tests.checkpoint.test_lease import another_job
 from tests.differential import CLOSE, TOLERANCE
 from tests.distributed import run_ranks
@@ -806,3 +808,34 @@ def test_where_transformers_declares_a_list_of_words_they_are_one(tmp_path: Path
     assert nothing == [], "Transformers 5.6 asks for its length"
     assert true == options == ["full_shard"]
     assert words == ["full_shard", "auto_wrap"]
+
+
+def recorded(output: str) -> Any:
+    args = arguments(output, logging_steps=2, max_steps=3, eval_strategy="steps", eval_steps=3, save_strategy="steps")
+    made = trainer(build(), args, train_dataset=samples(lengths=(12, 5)), eval_dataset=samples(8))
+    made.train()
+    made.evaluate()
+    return made.state.log_history
+
+
+def test_a_run_is_recorded_for_reports(tmp_path: Path) -> None:
+    """Each step, with the values of all ranks, and what only Trainer knows of those that it logs."""
+    history, _ = run_ranks(recorded, 2, str(tmp_path))
+    one, two, three, after = list(read_metrics(tmp_path / "metrics.jsonl"))
+    [logged] = [entry for entry in history if "loss" in entry]
+    assert [m.step for m in (one, two, three, after)] == [1, 2, 3, 3]
+    assert close([(one.loss + two.loss) / 2], [logged["loss"]])
+    assert (two.grad_norm, two.learning_rate) == (logged["grad_norm"], logged["learning_rate"])
+    assert one.grad_norm is None and one.learning_rate is None
+    evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert [three.held_out_loss, after.held_out_loss] == evaluations and one.held_out_loss is None
+    for m in (one, two, three):
+        assert len(m.memory_nbytes) == 2 and min(m.memory_nbytes) > 2**20
+        tokens = m.tokens_per_second * m.step_seconds
+        assert 4 * 5 <= round(tokens) <= 4 * 12 and abs(tokens - round(tokens)) < 1e-6  # without padding
+        assert 0 < m.data_wait_seconds < m.step_seconds
+    [run] = read_runs([tmp_path])
+    assert run.state == "done, 3 steps" and run.recorded.total_steps == 3 and run.recorded.steps_per_pass == 6
+    assert run.settings["logging_steps"]["value"] == 2 and "hub_token" not in run.settings
+    assert run.settings["sharding.strategy"]["value"] == "FULL_SHARD"
+    assert "length of the sequences" in run.recorded.unplanned and run.recorded.planned_nbytes is None

@@ -177,20 +177,18 @@ def test_jsonl_is_cut_to_the_resumed_step(tmp_path: Path) -> None:
     first = JsonlSink(path)
     for step in (1, 2, 3):
         first.write(_metrics(step))
-    first.close()
     with path.open("a") as file:
         file.write(_metrics(4).to_json()[:30])
     assert [metrics.step for metrics in read_metrics(path)] == [1, 2, 3]
 
     resumed = JsonlSink(path, last_step=2)
     resumed.write(_metrics(3, loss=9.0))
-    resumed.close()
     assert [(metrics.step, metrics.loss) for metrics in read_metrics(path)] == [
         (1, 1 / 3 + 1),
         (2, 1 / 3 + 2),
         (3, 9.0),
     ]
-    JsonlSink(path).close()
+    JsonlSink(path)
     assert path.read_text() == ""
     assert list(tmp_path.iterdir()) == [path]
 

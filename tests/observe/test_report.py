@@ -356,7 +356,7 @@ FINE: dict[str, dict[str, str]] = {
 }
 ODD: tuple[tuple[str, object], ...] = (
     ("loss", [1.0]),
-    ("loss", None),
+    ("tokens_per_second", [1.0]),
     ("step", "one"),
     ("step", 1.5),
     ("memory_nbytes", "all"),

@@ -52,6 +52,7 @@ from fullshard.checkpoint.lease import let_go
 from fullshard.comm import device as devices
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
+from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.paths import local_name
 from fullshard.engine.parameter import sharded_parameters
 from fullshard.features import clip_grad_norm_, clip_grad_value_, no_sync, repoint, with_sync
@@ -512,6 +513,8 @@ class Accelerator(Loaders, Reporting):
                 self._copies.close()
             let_go()
             self.wait_for_everyone()
+            if self.is_main_process and self.project_dir is not None:
+                JOURNAL.note(Happening.END)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 

@@ -10,14 +10,28 @@ import torch
 from accelerate import Accelerator as Theirs
 from accelerate import tracking
 from accelerate.utils import ProfileKwargs
+from torch import nn
 
 from fullshard.api.checkpointing import Checkpointing
+from fullshard.api.configure import flat_settings
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.config.settings import suggestion
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, plural
+from fullshard.core.journal import JOURNAL
 from fullshard.core.paths import local_path
+from fullshard.observe import JsonlSink, StepMetrics, memory_nbytes
+from fullshard.observe.metrics import describe_run, run_facts
 from fullshard.observe.traces import marked
+
+_NAMES = {
+    "loss": ("train_loss", "train/loss", "loss"),
+    "held_out_loss": ("val_loss", "validation_loss", "eval_loss", "eval/loss"),
+    "learning_rate": ("lr", "learning_rate"),
+    "grad_norm": ("grad_norm",),
+    "tokens_per_second": ("tokens_per_second",),
+}
+"""The names under which scripts log the metrics of a step. Later names win."""
 
 
 class Reporting(Checkpointing):
@@ -26,6 +40,8 @@ class Reporting(Checkpointing):
     log_with: list[Any]
     trackers: list[Any]
     get_tracker = Theirs.get_tracker
+    _sink: JsonlSink | None = None
+    _tracked: dict[str, tuple[Any, Any]] | None = None
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
@@ -38,17 +54,41 @@ class Reporting(Checkpointing):
         known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, self.log_with)}
         for name in (init_kwargs or {}).keys() - known:
             raise ConfigError(f"init_kwargs: unknown tracker {name!r}", hint=suggestion(name, sorted(known)))
+        self._tracked = {name: (value, None) for name, value in (config or {}).items()}
         Theirs.init_trackers(self, project_name, None, init_kwargs)
         if config is not None:
             for tracker in self.trackers:
                 tracker.store_init_configuration(_flat(config) if tracker.name == "tensorboard" else config)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Log values with all trackers, on the main process. Warn if no tracker has been started."""
+        """Log values with all trackers, on the main process. Warn if no tracker has been started.
+
+        With a `project_dir`, also write the values that `fullshard watch` and `fullshard report` show.
+        """
         if self.log_with and not self.trackers and self.is_main_process:
             names = ", ".join(map(_tracker_name, self.log_with))
             warnings.warn(f"log: {names} has not been started: call init_trackers first", stacklevel=2)
         Theirs.log(self, values, step, log_kwargs)
+        number = JOURNAL.step if step is None else step
+        if self.is_main_process and self.project_dir is not None and number is not None:
+            self._record(local_path(self.project_dir), number, values)
+
+    def _record(self, directory: Path, step: int, values: dict[str, Any]) -> None:
+        """Write what is known about a step, as `fullshard train` does. Only this rank's memory is known."""
+        given = {key: value for key, value in values.items() if isinstance(value, int | float | torch.Tensor)}
+        known = {name: float(given[key]) for name, keys in _NAMES.items() for key in keys if key in given}
+        if not known:
+            return
+        if self._sink is None:
+            self._sink = JsonlSink(directory / "metrics.jsonl", last_step=step - 1)
+            model = self._models[0] if self._models else nn.Module()
+            why = "the script's batches are not known in advance"
+            facts = run_facts(model, None, why, self.process.environment, self.device)
+            facts |= {"resumed_after": step - 1, "measures_rank_0": True}
+            describe_run(directory, (self._tracked or {}) | flat_settings(self._config), facts)
+        if self._optimizers:
+            known = {"learning_rate": float(self._optimizers[0].param_groups[0]["lr"])} | known
+        self._sink.write(StepMetrics.known(step=step, memory_nbytes=(memory_nbytes(self.device),), **known))
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import statistics
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _TYPICAL_STEPS = 20
 """The number of last steps whose median time predicts the end of the run."""
+_SILENT_SECONDS, _GONE_SECONDS = 180.0, 10.0
+"""How long no file changes until a run counts as lost: on another host, and on this one if its process is gone. A
+launcher's heartbeat comes every 5 s, but a shared disk may show it a minute later."""
 
 
 def watch(
@@ -33,37 +37,67 @@ def watch(
     """Follow a run in the terminal: steps, loss, speed and trouble.
 
     Another terminal, job or host trains it. The command ends with the run, with
-    exit code 1 if the run failed. Ctrl-C ends only the command.
+    exit code 1 if the run failed or its launcher was killed. Ctrl-C ends only
+    the command.
     """
     from rich.live import Live
 
     from fullshard.observe.record import read_runs
 
-    screen, shown = Live(auto_refresh=False), ""
+    screen, shown, written, changed = Live(auto_refresh=False), "", 0.0, time.monotonic()
     with screen if screen.console.is_terminal else contextlib.nullcontext():
         while True:
             (record,) = read_runs([run])
-            text = "\n".join(f"{name:16}{value}" for name, value in _rows(record).items() if value)
+            if record.written != written:
+                written, changed = record.written, time.monotonic()
+            lost = _lost(record, time.monotonic() - changed) if record.outcome == "unknown" else {}
+            rows = {**lost, **_rows(record), **lost}  # first, and instead of its names
+            text = "\n".join(f"{name:16}{value}" for name, value in rows.items() if value)
             if screen.is_started:
                 screen.update(text, refresh=True)
             elif text != shown:
                 typer.echo(text)
-            if once or record.outcome != "unknown":
+            if once or lost or record.outcome != "unknown":
                 break
             shown = text
             time.sleep(every)
-    if record.outcome == "failed":
+    if lost or record.outcome == "failed":
         raise typer.Exit(1)
+
+
+def _lost(run: RunRecord, watched: float) -> dict[str, str]:
+    """Return lines that say why the run writes no more, or none. Its files have not changed for `watched` seconds."""
+    start: dict[str, Any] = next((event for event in reversed(run.events) if event["kind"] == "start"), {})
+    kind, host, silent = "launcher" if start.get("launcher") else "pid", start.get("host"), watched
+    is_here, is_gone = host == socket.gethostname(), kind == "launcher"  # only a launcher sends heartbeats
+    if is_here:
+        silent, is_gone = time.time() - run.written, not _is_running(start.get(kind), start["time"])
+    if not is_gone or silent < (_GONE_SECONDS if is_here and kind == "launcher" else _SILENT_SECONDS):
+        return {}
+    since = f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    how = "no longer runs" if is_here else f"has sent no heartbeat for {silent:.0f} s"
+    whose = {"pid": "rank 0"}.get(kind, kind), f"process {start.get(kind)} on {host} {how}"
+    return dict([("ended", f"the run has written nothing since {since}"), whose, ("time left", "")])
+
+
+def _is_running(pid: Any, at: str) -> bool:
+    """Return whether the process that had this id at a time (ISO 8601) still runs on this host."""
+    import psutil
+
+    try:
+        process, latest = psutil.Process(pid), datetime.fromisoformat(at) + timedelta(minutes=1)  # clocks are adjusted
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.create_time() < latest.timestamp())
+    except (psutil.NoSuchProcess, TypeError, ValueError, OverflowError):
+        return False
 
 
 def _rows(run: RunRecord) -> dict[str, str]:
     """Return the name and the text of each line about a run."""
-    settings = {name.lstrip("-").replace("-", "_"): entry.get("value") for name, entry in run.settings.items()}
     last: dict[str, Any] = run.steps[-1] if run.steps else {}
-    done, wanted, seconds = last.get("step", 0), settings.get("steps"), run.series("step_seconds")[1]
+    done, wanted, seconds = last.get("step", 0), run.recorded.total_steps, run.series("step_seconds")[1]
     rows = {"ended": "" if run.outcome == "unknown" else run.state}
-    rows["step"] = f"{done} of {wanted}" if isinstance(wanted, int) else str(done)
-    if isinstance(wanted, int) and seconds and done < wanted:
+    rows["step"] = f"{done} of {wanted}" if wanted else str(done)
+    if wanted and seconds and done < wanted:
         left = (wanted - done) * statistics.median(seconds[-_TYPICAL_STEPS:])
         rows["time left"] = f"{timedelta(seconds=round(left))}, without saves and evaluations"
     named = {"loss": run.series("loss")[1], "held-out loss": run.series("held_out_loss")[1]}
@@ -72,7 +106,8 @@ def _rows(run: RunRecord) -> dict[str, str]:
         rows["tokens/s"] = f"{speeds[-1]:,.0f}"
     if memory := run.series("memory_nbytes", run.recorded.resumed_after)[1]:
         ranks = run.environment.get("ranks", "?")
-        rows["memory"] = f"{format_nbytes(round(memory[-1]))} on the fullest of {plural(ranks, 'rank')}"
+        of = "rank 0" if run.recorded.measures_rank_0 else f"the fullest of {plural(ranks, 'rank')}"
+        rows["memory"] = f"{format_nbytes(round(memory[-1]))} on {of}"
     saves = [event for event in run.events if event["kind"] == "save"]
     rows["last checkpoint"] = f"{saves[-1].get('path', '')}, {saves[-1]['time']}" if saves else "none yet"
     rows["hosts"] = str(run.environment.get("hosts", ", ".join(sorted({str(event["host"]) for event in run.events}))))

@@ -20,6 +20,8 @@ from typing import Any
 from fullshard.core.files import parse_object, read_lines, read_text
 
 JOURNAL_NAME = "events.jsonl"
+HEARTBEAT_SECONDS = 5.0
+"""How often a launcher sets the time of the file, while its job runs."""
 _LONGEST_TEXT = 2000
 """The maximum number of characters of a message, because a write of more than one disk page could be split."""
 

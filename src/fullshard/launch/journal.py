@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from fullshard.config.switches import PREEMPTION_DIR
+from fullshard.config.switches import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.core.journal import JOURNAL, JOURNAL_NAME, TOLD, Happening
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import read_rank_environment
@@ -36,5 +36,6 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
             part.replace(Path(told) / TOLD)
     if environment.is_main:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        JOURNAL.note(Happening.START, world_size=environment.world_size, attempt=attempt)
+        launcher = int(LAUNCHER_PID.read() or 0) or None
+        JOURNAL.note(Happening.START, world_size=environment.world_size, attempt=attempt, launcher=launcher)
     return path

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fullshard.config.schema import LaunchConfig
 from fullshard.config.switches import ELASTIC, TOKEN
 from fullshard.core.errors import ConfigError, cause_of, plural
-from fullshard.core.journal import JOURNAL, Happening, told_by_processes
+from fullshard.core.journal import HEARTBEAT_SECONDS, JOURNAL, Happening, read_journal, told_by_processes
 from fullshard.core.paths import local_path
 from fullshard.core.process import read_status
 from fullshard.launch import bootstrap, torch_private
@@ -177,7 +177,7 @@ class Agent(LocalElasticAgent):
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
         self._heard_late: list[signal.Signals] = []
-        self._is_regrouping = False
+        self._is_regrouping, self._next_beat = False, 0.0
         self._client: RendezvousClient | None = None
         self._membership: Membership | None = None
         self._handler = self._make_handler()
@@ -232,6 +232,9 @@ class Agent(LocalElasticAgent):
         cause = self._cause
         if not result.failures and (cause is None or self._is_left_last):
             if not any(self._preemption.glob("stopping-*")):
+                events = [*read_journal(path)] if (path := told_by_processes(self._preemption)) else []
+                if cause is None and events and events[-1]["kind"] != Happening.END:
+                    self._note(Happening.END)  # the script did not call `end_training`
                 return 0
             say(
                 f"the {plural(self._job.nproc, 'process')} on this host stopped because of a signal; restart the job "
@@ -356,6 +359,10 @@ class Agent(LocalElasticAgent):
                 break
             say(f"the grace period of {self._job.launch.grace_period:g} s ended before a new checkpoint was saved")
             raise SignalException(f"signal {number}", sigval=number)
+        if time.monotonic() >= self._next_beat and (path := told_by_processes(self._preemption)) is not None:
+            self._next_beat = time.monotonic() + HEARTBEAT_SECONDS
+            with contextlib.suppress(OSError):
+                os.utime(path)  # shows `fullshard watch` on any host that the job lives
         result: RunResult = super()._monitor_workers(worker_group)
         workers = torch_private.worker_context(self).pids()
         reap_orphans(spared={*workers.values(), *self._elsewhere})

@@ -1,20 +1,29 @@
-"""Define the metrics of an optimizer step, write them to a file, and measure memory."""
+"""Define the metrics of an optimizer step, write the files of a run for reports, and measure memory."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated, Any, Self
 
 import psutil
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, WrapValidator
+from torch import nn
 
 from fullshard.comm.device import counts_memory
 from fullshard.core.errors import DataError
 from fullshard.core.files import parse_object, read_lines, write_text
 from fullshard.core.paths import local_path
-from fullshard.core.sizes import GIB
+from fullshard.core.sizes import GIB, format_count
+from fullshard.core.version import __version__
+from fullshard.launch.device import memory_limit, name_of
+from fullshard.launch.environment import RankEnvironment
+
+Known = Annotated[float, WrapValidator(lambda value, check: None if value is None else check(value))]
+"""A float, which is None in records of Trainer and of scripts if they do not know it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,16 +46,21 @@ class StepMetrics:
     """
 
     step: int
-    loss: float
-    learning_rate: float
+    loss: Known
+    learning_rate: Known
     grad_norm: float | None
-    step_seconds: float
-    tokens_per_second: float
-    data_wait_seconds: float
+    step_seconds: Known
+    tokens_per_second: Known
+    data_wait_seconds: Known
     memory_nbytes: tuple[int, ...]
-    checkpoint_seconds: float = 0.0
-    skipped_steps: int = 0
+    checkpoint_seconds: Known = 0.0
+    skipped_steps: Known = 0
     held_out_loss: float | None = None
+
+    @classmethod
+    def known(cls, **values: Any) -> Self:
+        """Return the metrics of a step of which only some are known."""
+        return cls(**dict[str, Any](dict.fromkeys(field.name for field in dataclasses.fields(cls)) | values))
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars to plot, under names that every tracker accepts."""
@@ -80,16 +94,44 @@ class JsonlSink:
         path = local_path(path)
         kept = [metrics.to_json() + "\n" for metrics in read_metrics(path) if metrics.step <= last_step]
         write_text(path, "".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append the metrics of a step to the file."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
+        """Append the metrics of a step to the file, and close it, so that other hosts see the line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(metrics.to_json() + "\n")
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+
+def describe_run(
+    directory: Path, settings: Mapping[str, tuple[Any, Any]], environment: Mapping[str, Any], origin: str = "given"
+) -> None:
+    """Write `environment.json` and `settings.json`, from (value, default). Others than defaults come from `origin`."""
+    versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    origins = {
+        name: {"value": value, "origin": "default" if value == default else origin}
+        for name, (value, default) in settings.items()
+    }
+    for name, content in {"settings": origins, "environment": versions | dict(environment)}.items():
+        write_text(directory / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n")
+
+
+def run_facts(
+    model: nn.Module, plan: Any, why: str, environment: RankEnvironment, device: torch.device, before: int | None = None
+) -> dict[str, Any]:
+    """Return what a report says about the model and the memory of a run. `why` says why there is no plan (None).
+
+    `before` is what `memory_nbytes` returned before the model was built, if it was called.
+    """
+    size = format_count(sum(parameter.numel() for parameter in model.parameters()))
+    facts: dict[str, Any] = {"model": f"{type(model).__name__}, {size} parameters", "device": name_of(device)}
+    facts |= {"ranks": environment.world_size, "before_model_nbytes": before or 0, "unplanned": why}
+    facts["limit_nbytes"] = memory_limit(device, max(1, environment.local_world_size))
+    if plan is not None and before is None and device.type == "cpu":
+        facts["unplanned"] = "what the process used before it built the model was not measured"
+    elif plan is not None:
+        tensors = plan.memory.allocated
+        facts |= {"planned_nbytes": (before or 0) + tensors, "reserve_nbytes": plan.memory.needed - tensors}
+    return facts
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
@@ -105,7 +147,7 @@ def read_metrics(path: Path) -> Iterator[StepMetrics]:
                 unfinished = line
         except ValueError:
             raise DataError(
-                f"{path}:{number - bool(unfinished)}: expected a step that `fullshard train` wrote, got "
+                f"{path}:{number - bool(unfinished)}: expected a step that fullshard wrote, got "
                 f"{(unfinished or line)[:80]!r}",
                 hint="remove the line, or move the file away; a full disk or another program may have caused this",
             ) from None

@@ -58,7 +58,9 @@ _Nbytes = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 class _Environment(BaseModel, extra="allow"):
+    total_steps: int | None = None
     steps_per_pass: float | None = Field(None, gt=0)  # over the data
+    measures_rank_0: bool = False  # only, not all ranks
     limit_nbytes: _Nbytes | None = None  # the memory that a rank may use
     planned_nbytes: _Nbytes | None = None  # counts the same as `StepMetrics.memory_nbytes`
     unplanned: str = "the run did not record it"
@@ -92,6 +94,12 @@ class RunRecord:
         return [step for step, _ in found], [value for _, value in found]
 
     @property
+    def written(self) -> float:
+        """Return when the run wrote a file, or its launcher sent a heartbeat, in seconds since the epoch."""
+        files = (self.directory / name for name in ("metrics.jsonl", JOURNAL_NAME))
+        return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+    @property
     def resumed(self) -> list[int]:
         """Return the steps after which attempts began, from the names of the checkpoints that they loaded."""
         loads = [event for event in self.events if event["kind"] == "load" and event.get("optimizer")]
@@ -111,7 +119,7 @@ class RunRecord:
     @property
     def _failure(self) -> dict[str, Any] | None:
         kinds = [event["kind"] for event in self.events]
-        begun = max((number for number, kind in enumerate(kinds) if kind == "start"), default=0)
+        begun = max((number for number, kind in enumerate(kinds) if kind in ("start", "restart")), default=0)
         return next((event for event in self.events[begun:] if event["kind"] == "failure"), None)
 
     @property
@@ -149,7 +157,7 @@ def _run(folder: Path) -> RunRecord:
     rehearsal = _json(folder / "rehearsal.json", folder, _Rehearsal)
     if not steps and not events and rehearsal is None:
         raise DataError(
-            f"{folder} does not contain a run: there is no metrics.jsonl from `fullshard train` and no "
+            f"{folder} does not contain a run: there is no metrics.jsonl, no {JOURNAL_NAME} and no "
             f"{_TRAINER_STATE} with losses",
             hint="pass the --output-dir of a run",
         )

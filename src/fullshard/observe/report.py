@@ -89,7 +89,8 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
 
 def _ranks(run: RunRecord) -> str:
     now = _value(run.environment.get("ranks"))
-    until = {len(step.get("memory_nbytes") or ()): _value(step["step"]) for step in run.steps}
+    counted = [] if run.recorded.measures_rank_0 else run.steps
+    until = {len(step.get("memory_nbytes") or ()): _value(step["step"]) for step in counted}
     earlier = ", ".join(f"{ranks} until step {step}" for ranks, step in until.items() if ranks and str(ranks) != now)
     return f"{now} ({earlier})" if now and earlier else now
 

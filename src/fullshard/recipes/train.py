@@ -5,10 +5,8 @@ it. Each process of a launched run executes `python -m fullshard.recipes.train S
 """
 
 import contextlib
-import json
 import math
 import os
-import platform
 import re
 import socket
 import sys
@@ -39,21 +37,20 @@ from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError, plural
 from fullshard.core.files import write_text
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.core.sizes import format_count, format_nbytes
-from fullshard.core.version import __version__
+from fullshard.core.sizes import format_nbytes
 from fullshard.features.chunked_loss import use_chunked_loss
 from fullshard.features.whole_parameters import unsharded
 from fullshard.launch import read_rank_environment, run_on_main
-from fullshard.launch.device import memory_limit, name_of
 from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe import JsonlSink, StepMetrics, memory_nbytes, require_plots, reset_memory_peak
+from fullshard.observe.metrics import describe_run, run_facts
 from fullshard.observe.report import write_report
 from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import IGNORED, PackedSequences, TrainingData, batch_of, micro_batches, prepare_data
-from fullshard.recipes.model import build_model, muon, read_config
+from fullshard.recipes.model import build_model, muon, read_config, require_hub
 
 _ADAM_BETAS = (0.9, 0.95)
 _STREAM = ("batch_size", "seq_len", "seed", "held_out")
@@ -73,6 +70,8 @@ def train(arguments: TrainArguments) -> None:
     with contextlib.ExitStack() as held:
         accelerator = RunAccelerator(arguments)
         environment, say = accelerator.process.environment, accelerator.say
+        if arguments.model is not None:
+            require_hub(say, arguments.model)
         # Nothing is read, written or removed before this job has exclusive use of the directories.
         run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
         if arguments.checkpoint_dir is not None:
@@ -148,9 +147,6 @@ class Run:
         before, said = memory_nbytes(self.device), list[str]()
         model, origin = build_model(arguments.model, **options)
         model.train()
-        size = format_count(sum(parameter.numel() for parameter in model.parameters()))
-        self.described = f"{type(model).__name__}, {size} parameters"
-        self.say(f"model: {self.described}, {origin}")
         job = {
             "loss": "eager" if arguments.loss_chunk is None else "fused",
             "loss_chunk": arguments.loss_chunk,
@@ -160,13 +156,11 @@ class Run:
             "optimizer": arguments.optimizer,
         }
         plan = plan_run(model, arguments.run_config(), self.environment, self.device, said.append, **job)
-        limit = memory_limit(self.device, max(1, self.environment.local_world_size))
-        self.memory: dict[str, Any] = {"limit_nbytes": limit, "before_model_nbytes": before, "unplanned": "".join(said)}
+        self.facts = run_facts(model, plan, "".join(said), self.environment, self.device, before)
+        self.say(f"model: {self.facts['model']}, {origin}")
         if plan is None:
             self.say("".join(said))
         else:
-            tensors = plan.memory.allocated
-            self.memory |= {"planned_nbytes": before + tensors, "reserve_nbytes": plan.memory.needed - tensors}
             speed = "" if plan.cluster.device.is_cpu else f", MFU {plan.time.mfu:.1%}"  # the peak of a CPU is unknown
             self.say(f"plan: the run needs {format_nbytes(plan.memory.needed)} per rank{speed}")
         if arguments.loss_chunk is not None:
@@ -197,7 +191,7 @@ class Run:
         reset_memory_peak(self.device)
         metrics = arguments.output_dir / "metrics.jsonl"
         sink = JsonlSink(metrics, last_step=step) if self.environment.is_main else None
-        with contextlib.ExitStack() as profiled, nullcontext() if sink is None else contextlib.closing(sink):
+        with contextlib.ExitStack() as profiled:
             while step < arguments.steps and not stops:
                 step += 1
                 JOURNAL.tell(step)
@@ -329,10 +323,7 @@ class Run:
         return time.perf_counter() - begin
 
     def resume(self, paths: Sequence[Location]) -> int:
-        """Load the newest saved state, and return the step after which it was saved. All ranks must call this.
-
-        The state comes from a copy in host memory or from the first complete checkpoint in `paths`.
-        """
+        """Load the newest copy in host memory or complete checkpoint of `paths`, and return its step, on all ranks."""
         if self.copies is not None:
             newest = run_on_main(self.environment, lambda: read_manifest(paths[0]).saved_at if paths else 0.0)
             if (extra := self.copies.load(newer_than=newest, **self._state())) is not None:
@@ -364,16 +355,10 @@ class Run:
         count = arguments.keep_checkpoints + 1 - min(held, arguments.keep_checkpoints)
         check_room(arguments.checkpoints, checkpoint_nbytes(self.model, self.optimizer), count, self.say)
         values, defaults = arguments.model_dump(mode="json"), type(arguments)().model_dump(mode="json")
-        settings = {
-            arguments.spelled(name): {"value": value, "origin": "default" if value == defaults[name] else "given"}
-            for name, value in values.items()
-        }
-        versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        place = {"hosts": self.hosts, "device": name_of(self.device), "ranks": accelerator.num_processes}
-        place |= {"steps_per_pass": len(self.data.train) / arguments.batch_size, "resumed_after": resumed_after}
-        environment = {"model": self.described} | versions | place | self.memory
-        for name, content in {"settings": settings, "environment": environment}.items():
-            write_text(arguments.output_dir / f"{name}.json", json.dumps(content, indent=2) + "\n")
+        settings = {arguments.spelled(name): (value, defaults[name]) for name, value in values.items()}
+        facts = self.facts | {"hosts": self.hosts, "resumed_after": resumed_after, "total_steps": arguments.steps}
+        facts["steps_per_pass"] = len(self.data.train) / arguments.batch_size
+        describe_run(arguments.output_dir, settings, facts)
         accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
 
     def finish(self) -> None:
@@ -390,11 +375,7 @@ class Run:
 
     @torch.no_grad()
     def sample(self) -> str:
-        """Generate text that continues the first tokens of the held-out data. All ranks must call this.
-
-        Without held-out data, the prompt comes from the training data. The prompt and its continuation fit in one
-        sequence.
-        """
+        """Generate text that continues the first tokens of the held-out data, or of other data, on all ranks."""
         seq_len, tokenizer = self.arguments.seq_len, self.data.tokenizer
         prompt = (self.data.held_out or self.data.train).read([0])[0][:, : min(16, seq_len // 2)].to(self.device)
         most = min(self.arguments.sample_tokens, seq_len - prompt.shape[1])
@@ -433,11 +414,7 @@ def learning_rate(step: int, arguments: TrainArguments) -> float:
 
 
 def for_any_size(arguments: TrainArguments) -> TrainArguments:
-    """Adapt the arguments to a job whose number of hosts may change while it runs.
-
-    The micro-batch size is limited so that it is the same for every possible number of ranks. Fewer ranks then use more
-    micro-batches.
-    """
+    """Limit the micro-batch size, so that it is the same for every possible number of ranks of an elastic job."""
     ranks = elastic_ranks()
     if ranks is None:
         return arguments

@@ -46,7 +46,7 @@ from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
-from fullshard.integrations.transformers.callbacks import follow_run
+from fullshard.integrations.transformers.callbacks import follow_run, tokens_in
 from fullshard.integrations.transformers.trl import generate_in_step, stream_into_engines, teachers_head
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.optim import OnOwners
@@ -68,12 +68,14 @@ class ShardedTraining:
     lr_scheduler: Any
     accelerator: TrainerAccelerator
     _divides_sequences = False
+    memory_before_model: int | None = None  # in bytes, what this process used before the model was built
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Create the Accelerator, and mark the model as sharded for Trainer."""
         args = self.args
         if args.output_dir is not None:
             local_path(args.output_dir)  # Transformers would create a folder `s3:`
+        self._sums = {"began": time.perf_counter(), "waited": 0.0}
         join_accelerate()
         stream_into_engines()
         resolved = resolved_configuration(args)
@@ -168,17 +170,22 @@ class ShardedTraining:
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
-        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._sums = {"began": time.perf_counter()}  # of this rank's micro-batches, for the step's metrics
+        batches = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._sums["waited"] = time.perf_counter() - self._sums["began"]
+        return batches
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the number of labels that count towards the loss, exactly. In bf16, a division would round it."""
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one micro-batch."""
+        sums, tokens = self._sums, tokens_in(inputs)
         with teachers_head(self):
-            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        sums |= {"loss": sums.get("loss", 0.0) + loss.detach(), "tokens": sums.get("tokens", 0) + tokens}
         if self.accelerator._config.parallelism.cp_size > 1 and not self._divides_sequences:
             what = f"{type(self).__name__} computes on whole sequences on every rank, so cp_size has no effect"
             raise ConfigError(what, hint="remove cp_size")
@@ -447,11 +454,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def _bring_back_from_the_future(directory: Path) -> None:
-    """Set the times of checkpoints that lie in the future to times in the past.
-
-    Such times occur if the clock was set back. The next checkpoint must have the latest time, because Transformers
-    removes the least recently modified one when `save_total_limit` is reached.
-    """
+    """Set times of checkpoints in the future, from before the clock was set back, to times in the past."""
     now = time.time()
     late = [path for path in complete_checkpoints(directory) if path.stat().st_mtime > now]
     for seconds, path in enumerate(late, start=1):
