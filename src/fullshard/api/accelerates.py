@@ -42,10 +42,7 @@ def _translated(plugin: Any, name: str) -> Any:
 
 
 def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Copy the changes that a script made to Accelerate's plugin into fullshard's plugin.
-
-    Return the current value of each field, with None for unset fields. `before` is the result of the previous call.
-    """
+    """Copy a script's changes to Accelerate's plugin since `before` into fullshard's, and return its fields."""
     plugin = own_plugin(theirs)
     said = {field.name: plugin.said(field.name) for field in dataclasses.fields(plugin)}
     vars(ours).update({name: value for name, value in said.items() if value != before.get(name, value)})

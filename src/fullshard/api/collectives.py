@@ -62,10 +62,7 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note: Any = None) -> Any:
-    """Concatenate the tensors of all ranks along the first dimension, in rank order. Scalars become 1-D.
-
-    If there are several ranks, first collect every rank's `note`, and call `check` with the list of notes.
-    """
+    """Concatenate all ranks' tensors along dim 0, in rank order. First call `check` with the list of all `note`s."""
     if world_size() == 1:
         return recursively_apply(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
     notes = _check_agreement(data, note)

@@ -24,11 +24,7 @@ class Real:
     batches: int | None = None  # the number of real batches, if complete batches are dealt
 
     def rows(self, gathered: int, ranks: int) -> int:
-        """Return how many of the `gathered` rows of a tensor are real.
-
-        If each sample has one row, that is the number of real samples. If complete batches were dealt and padded to
-        equal length, it is the number of rows in real batches.
-        """
+        """Return how many of the `gathered` rows of a tensor are real: of samples, or of whole batches."""
         if self.batches is None or gathered == self.dealt:
             return self.samples
         return gathered // ranks * self.batches

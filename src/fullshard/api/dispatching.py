@@ -23,11 +23,7 @@ _Parcel = tuple[list[Given], bool, str]
 def dispatched(
     read: Callable[[], Iterator[Given]], last_real: Callable[[], Real | None], shares: int
 ) -> Iterator[Given]:
-    """Yield this rank's batches. In each step, all ranks take part in a collective.
-
-    `read` is called only on rank 0, and yields the batches of a step in rank order. If there are more ranks than
-    `shares` in a step, neighboring ranks get the same batch.
-    """
+    """Yield this rank's batches, which rank 0 reads in rank order. This is a collective in each step."""
     copies = max(1, world_size() // shares)
     parcels = _parcels(read, last_real, shares) if rank() == 0 else itertools.repeat(None)
     for of_each_share in parcels:

@@ -82,11 +82,7 @@ class Share:
         return len(cast("Sized", self._order))
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
-        """Prepare the next iteration, which skips its first `skip` items.
-
-        Return how many items from the loader the caller must discard, and a function that returns the real part of the
-        last round.
-        """
+        """Prepare an iteration without `skip` items. Return how many to discard, and the last round's real part."""
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
         last: list[Real] = []
@@ -201,11 +197,7 @@ def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> 
 
 
 def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
-    """Yield the items of a sampler of unknown type, which may be infinite.
-
-    The sampler may draw numbers from the global generators or from its own, so all of these are seeded while it draws.
-    All ranks use the order of rank 0, in case anything else differs between processes.
-    """
+    """Yield the items of an unknown sampler, in the order of rank 0. Generators are seeded while it draws."""
     size = len(order) if isinstance(order, Sized) else _PIECE
     items: Iterator[Any] | None = None
     for piece in itertools.count():
@@ -286,11 +278,7 @@ class _IterableShare(Share):
 
 
 class _DealtDataset(IterableDataset[Any]):
-    """Yields the rounds of a stream: this rank's share or the shares of all ranks, and the number of real samples.
-
-    Each item is a complete round, because all samples of a round must come from the same worker. Each worker deals its
-    own rounds.
-    """
+    """Yields the rounds of a stream, each from one worker: shares, and the number of real samples."""
 
     def __init__(self, deal: Deal, dataset: IterableDataset[Any]) -> None:
         self.deal = deal

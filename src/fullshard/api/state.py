@@ -90,11 +90,7 @@ class GradientState(Theirs):  # type: ignore[misc]
 
 
 def launched_device() -> str:
-    """Return the device type that fullshard's or Accelerate's launcher set, or `auto` if neither did.
-
-    Other settings of the launcher are not validated here, because a process that shards no model may have settings that
-    fullshard refuses.
-    """
+    """Return the device type that a launcher set, or `auto`. Other settings of the launcher are not validated."""
     setting = launched().setting("launch.device")
     return "auto" if setting is None else str(setting.value)
 

@@ -46,10 +46,7 @@ class _State(BaseModel):
 
 
 def four_bit_sources(stored: Mapping[str, TensorSource], form: str | None) -> dict[str, TensorSource]:
-    """Return a directory's tensors, with one source for each quantised weight in place of its codes and scales.
-
-    Only a `form` that ends in `-double` keeps double-quantised scales as codes. Any other form decodes them.
-    """
+    """Return a directory's tensors, with one source per quantised weight. Only a `-double` form keeps scales coded."""
     states = {key.partition(_STATE)[0]: key for key in stored if _STATE in key}
     found: dict[str, TensorSource] = {}
     for name, key in states.items():

@@ -48,11 +48,7 @@ def read_across(
 def read_transposed(
     read: Callable[[Interval, torch.Tensor], None], shape: Sequence[int], wanted: Interval, out: torch.Tensor
 ) -> None:
-    """Read the elements `wanted` of a tensor of `shape`, flattened row by row, into `out` of shape (n,).
-
-    `read` works as in `read_across`, but the source stores the tensor with its last two dims swapped. Every matrix
-    that contains a wanted element is read completely, one at a time.
-    """
+    """As `read_across` does, read a source whose last two dims are swapped, one complete matrix at a time."""
     rows, columns = shape[-2:]
     for start in range(wanted.start // (rows * columns) * rows * columns, wanted.stop, rows * columns):
         whole = Interval(start, start + rows * columns)

@@ -36,10 +36,7 @@ _Sources = Mapping[str, TensorSource]
 
 
 def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
-    """Return a copy of a model's configuration without its quantisation settings, and the removed settings, or None.
-
-    As in Transformers, `asked`, the caller's `quantization_config`, can only request ordinary values (`dequantize`).
-    """
+    """Return a copy of a configuration without quantisation settings, and the removed settings, or None."""
     config = copy.deepcopy(config)
     said = getattr(config, "quantization_config", None)
     if said is None:
@@ -78,10 +75,7 @@ def is_to_be_decoded(quantisation: Any) -> bool:
 
 
 def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
-    """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantise the files.
-
-    `asked` is the caller's setting. `is_wanted` is false if `quantize` or `dequantize` replaces bitsandbytes' layers.
-    """
+    """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantise the files."""
     if _method(quantisation) != "bitsandbytes":
         return None
     if not is_wanted and asked is not None:

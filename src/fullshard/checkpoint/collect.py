@@ -80,11 +80,7 @@ class SaveArguments(LoadArguments, total=False):
 
 
 class StateReport(BaseModel):
-    """One rank's report on one value of optimizer state.
-
-    `record` is the record that this rank would write, including its own piece. If every rank holds the complete value,
-    `digest` is its checksum, so that the manifest is written only if it is the same on all ranks.
-    """
+    """One rank's report on a value of optimizer state: its record, and the digest if every rank holds all of it."""
 
     record: StateTensorRecord | StateValueRecord
     digest: int = 0

@@ -45,11 +45,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of tensors that the converter `rule` computes together. `first` is the name of the first one.
-
-    `takes` lists the inputs in order as (pattern, name), where the pattern is the one in the rule that matches the
-    name. `renamings` are applied to the names of the results.
-    """
+    """Tensors that the converter `rule` computes together, by pattern and name. `first` is the first name."""
 
     rule: Any
     first: str

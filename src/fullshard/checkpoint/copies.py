@@ -228,11 +228,7 @@ class HostGrid:
 def transfers(
     wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid
 ) -> list[tuple[str, int, int]]:
-    """Return (file, sender, receiver) for each file that ranks on a host need but that the host does not have.
-
-    `wanted` contains, for each rank, the names of the files that the rank needs. `held` lists the hosts that have each
-    file, at least one. The result is the same on every rank.
-    """
+    """Return (file, sender, receiver) for each file in `wanted`, by rank, that is not `held` on the rank's host."""
     found = []
     for host in range(hosts.world_size // hosts.per_host):
         first = host * hosts.per_host

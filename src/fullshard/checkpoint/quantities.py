@@ -45,10 +45,7 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
-    """Mark for quantisation the large weights that bitsandbytes' settings include, but for which it has no layer.
-
-    They are frozen if `freezes` is set. Otherwise, trainable weights stay unquantised. Weights in another form keep it.
-    """
+    """Mark frozen large weights, or all if `freezes`, for quantisation if bitsandbytes has no layer for them."""
     config = _quantization_config(model)
     if config is None:
         return

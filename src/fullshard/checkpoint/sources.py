@@ -19,11 +19,7 @@ _COMPARED_NUMEL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The result of matching: sources by the model's names, and the names of stored tensors that are not used.
-
-    `keys` lists the stored tensors from which each tensor of the model is computed. `converted` is the set of tensors
-    that Transformers' converters compute, for example by stacking experts.
-    """
+    """Sources by the model's names, names of unused stored tensors, and how Transformers' converters use them."""
 
     sources: dict[str, TensorSource]
     unused: list[str]

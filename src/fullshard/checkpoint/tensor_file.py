@@ -137,11 +137,7 @@ def write_tensor_file(
     metadata: Mapping[str, str],
     parts: Callable[[TensorEntry], Iterable[Bytes]],
 ) -> FileRecord:
-    """Write a new data file with this metadata in its header, and return its record once it is safely on disk.
-
-    `parts` is called for each entry in the order of `storage_order(entries)`. It returns the elements of the tensor,
-    which may be divided, so that only a part of them is in memory at a time.
-    """
+    """Write a data file safely from `parts` of each entry, in the order of `storage_order`."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for entry in storage_order(entries):

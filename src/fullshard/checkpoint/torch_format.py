@@ -35,11 +35,7 @@ def with_torch_format(pending: Pending) -> Pending:
 
 
 def write_torch_format(checkpoint: Path, directory: Path) -> None:
-    """Convert a checkpoint to torch's format: `pytorch_model_fsdp_0`, `optimizer_0` and so on in `directory`.
-
-    The checkpoint can contain several models. Existing directories with these names are replaced. Either all of the
-    new directories appear or none.
-    """
+    """Convert a checkpoint to torch's format in `directory`. Either all new directories replace old ones or none."""
     # A temporary directory next to the checkpoint, which the next save removes if this process is killed.
     temp = make_temp_directory(checkpoint, new_save_id(), overwrite=True)
     try:

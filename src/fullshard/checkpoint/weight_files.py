@@ -44,11 +44,7 @@ _STAGING_NBYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
-    """A tensor that can be read one interval at a time. It is stored in a file, or computed from stored tensors.
-
-    `where` describes its location for error messages. `read` fills a tensor with an interval of the flattened full
-    tensor, and casts it. `coded` contains the codes and scales of a quantised tensor; otherwise, it is None.
-    """
+    """A tensor that is read one interval at a time from `where`. `coded` holds codes and scales."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -130,11 +130,7 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 @dataclass(slots=True)
 class Reading:
-    """The settings that one source contains, as written there, and the problems found in it.
-
-    A reading with problems must not be used. `entries` contains the entries as written, by the names of their keys in
-    the table, for rules that depend on several keys.
-    """
+    """The settings that one source contains, as written there, and the problems found in it."""
 
     settings: list[Setting] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)

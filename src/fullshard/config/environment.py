@@ -18,11 +18,7 @@ def accelerates_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
-    """Read the variables that Accelerate's launcher sets for its workers or that users set themselves.
-
-    Empty variables count as unset. An unknown name is a problem if it resembles a known name or begins with `FSDP_` or
-    fullshard's own prefix. Any other unknown name that begins with `ACCELERATE_` only produces a note.
-    """
+    """Read the variables of Accelerate's launcher and of users. Unknown ones are problems if they are near misses."""
     environ = os.environ if environ is None else environ
     entries, problems, notes, nobodys = [], [], [], set()
     for name, value in accelerates_variables(environ).items():

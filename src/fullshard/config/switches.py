@@ -17,11 +17,7 @@ PREFIX = "FULLSHARD_"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An environment variable, what it controls, and the effect of each value.
-
-    The first value is the default. A variable without `values` accepts text of the given `form`, which the function
-    `takes` checks.
-    """
+    """An environment variable, what it controls, and the effect of each value, of which the first is the default."""
 
     name: str
     about: str

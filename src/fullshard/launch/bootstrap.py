@@ -177,10 +177,7 @@ def _finish() -> None:
 
 
 def leave_process_group() -> None:
-    """Destroy a process group that the script left open, and wait until its background threads have ended.
-
-    Do nothing after a failure: NCCL would wait for the missing ranks until its watchdog aborts the process.
-    """
+    """Destroy a process group that the script left open, but not after a failure: NCCL would wait for missing ranks."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or _failures:
         return

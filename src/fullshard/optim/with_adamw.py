@@ -25,10 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdamWOptions(TypedDict, total=False):
-    """Options for AdamW, which updates the remaining parameters.
-
-    By default AdamW uses the learning rate and weight decay of the matrices, and torch's betas and eps.
-    """
+    """Options for AdamW of the remaining parameters. By default, it uses the matrices' rate and weight decay."""
 
     adamw_lr: float | None
     adamw_weight_decay: float | None

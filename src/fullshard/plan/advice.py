@@ -13,10 +13,7 @@ _INT8 = {"gather_as": "int8", "reduce_as": "int8"}
 
 
 def compare(device: Device, count: int, hosts: int, inside: float, across: float) -> dict[str, str]:
-    """Return the speeds of ways to train the largest model whose weights fit on every device, the fastest first.
-
-    `inside` and `across` are measured bytes per second within a host and between hosts. 0 keeps the data sheet's.
-    """
+    """Return speeds of ways to train the largest model that fits, fastest first. 0 bytes/s keeps the data sheet's."""
     link, network = (speed / device.link_efficiency for speed in (inside, across))
     device = dataclasses.replace(device, link=link or device.link, network=network or device.network)
     cluster = Cluster(device, count, hosts)

@@ -23,11 +23,7 @@ from fullshard.plan.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold the planner's answer to a question: the plan, and what would make it fit if it does not.
-
-    `fits` is whether the plan fits, with --auto into the part of the memory that it may fill. `front` holds the plans
-    that --auto proposes, the fastest first, or nothing without --auto.
-    """
+    """The planner's answer: the plan, whether it fits, what would make it fit, and the plans that --auto proposes."""
 
     question: PlanQuestion
     plan: Plan

@@ -204,10 +204,7 @@ def dealt(model: ModelShape, job: Job) -> ModelShape:
 
 
 def check_groups(model: ModelShape, job: Job, cluster: Cluster, *, groups: int, shard_size: int) -> None:
-    """Raise `ConfigError` if the model or the ranks cannot be divided as the job says.
-
-    `groups` is the number of tensor-parallel groups, of which `shard_size` share each parameter.
-    """
+    """Raise `ConfigError` if the model, or its `groups` of `shard_size` ranks, cannot be divided as the job says."""
     axes, needed = f"cp {job.cp} x sp {job.sp}", job.shared_by
     if groups % needed:
         ranks = plural(cluster.count, "rank") + (f" in tensor-parallel groups of {job.tp}" if job.tp > 1 else "")

@@ -94,8 +94,5 @@ def added_seconds(unit: UnitShape, job: Job, device: Device) -> tuple[float, flo
 
 
 def selected_nbytes(experts: int, elements: int, job: Job) -> int:
-    """Return the bytes that backward moves because a loop selects from so many elements, once for each expert.
-
-    Each selection writes zeros. All but the first read them and a sum, and write the sum.
-    """
+    """Return the bytes that backward moves because a loop selects so many elements, once for each expert."""
     return (4 * experts - 3) * elements * itemsize(job.compute_dtype) if job.experts == "eager" else 0

@@ -296,11 +296,7 @@ def _gated(at: str, hidden: int, width: int, *, bias: bool = False) -> _Weights:
 def _model(
     fields: Fields, units: Iterable[UnitShape], root: _Weights, hidden: int, *, tied: bool, capped_logits: bool = False
 ) -> ModelShape:
-    """Build a model from the shapes of its units and of its root.
-
-    `root` holds the parameters outside the units, except the head, which is added unless it shares the embedding's
-    weight. `tied` is the default for files that do not state whether it does.
-    """
+    """Build a model from the shapes of its units and of its root, with a head unless it is `tied`."""
     vocab, tied = fields.number("vocab_size"), fields.flag("tie_word_embeddings", tied)
     if not tied:
         root = [*root, ParameterShape("lm_head.weight", (vocab, hidden), role="head")]

@@ -187,11 +187,7 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """Split a description of devices, such as `8xH100`, into the number of devices and the name of their kind.
-
-    Other accepted forms are `8*H100`, `8 H100`, `H100x8` and `H100:8`. The number is None if the text only names a
-    kind, such as `H100` or `4090`.
-    """
+    """Split `8xH100`, `8*H100`, `8 H100`, `H100x8` or `H100:8` into number and kind. A lone kind has None."""
     text = text.strip()
     if _key(text) in _names():
         return None, text

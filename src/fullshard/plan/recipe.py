@@ -27,10 +27,7 @@ _TRAIN_OPTIMIZERS = {"adamw": "adamw", "adamw-fused": "adamw", "muon": "muon"}
 
 
 def as_recipe(plan: Plan, model: str, devices: str, file: str, kept: Mapping[str, Any] | None = None) -> str:
-    """Return the recipe of a plan. `model` and `devices` are the words of the question, and `file` its name.
-
-    `kept` holds further settings of the run, by path, such as those of a file that was planned.
-    """
+    """Return the recipe of a plan, by the words `model` and `devices` of the question and settings in `kept`."""
     job = plan.job
     figures = {
         "memory_gib": round(plan.memory.needed / GIB, 1),

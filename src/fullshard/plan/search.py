@@ -211,11 +211,7 @@ class _Search:
         return [axes for number, axes in enumerate(found) if axes not in found[:number]]
 
     def _best_sizes(self, kind: str, beside: Mapping[str, int]) -> list[dict[str, int]]:
-        """Return the two sizes of one kind of group that are the fastest.
-
-        Only plans that fit with a loss in chunks and embeddings as units are compared. If there are none, return the
-        size that needs the least memory.
-        """
+        """Return the two fastest sizes of a kind of group that fit with a loss in chunks, or the smallest."""
         ranks = groups_of(self._cluster, self._job.tp)[0]
         sizes = [2**power for power in range(1, 7) if ranks % 2**power == 0]
         ways = [{}] if "strategy" in self._fixed else [{"strategy": name, "shard_size": None} for name in _WITH_AXES]
@@ -326,11 +322,7 @@ def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
 
 
 def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
-    """Return (number of different layers at the beginning, period with which the remaining layers repeat).
-
-    (0, 1) means that all layers are the same. (0, 6) means that every sixth layer differs, for example because it has
-    no window. (3, 1) means that the first three layers differ, for example because they have no experts.
-    """
+    """Return (number of different first layers, period of the others). (0, 1) means that all layers are the same."""
     kinds = [(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     row = [numbers[kind] for kind in kinds]

@@ -95,11 +95,7 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
 
 
 def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Return the bytes on a device's links inside its host and between hosts, if it receives `nbytes` in an exchange.
-
-    The device receives the same number of bytes from each other rank. Unlike in an all-gather, each rank receives
-    different data, so the devices of a host cannot receive data for one another.
-    """
+    """Return a device's bytes inside its host and between hosts if it gets `nbytes`, other data from each rank."""
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     others = max(1, ranks - 1)
     return nbytes * (neighbours - 1) / others, nbytes * (ranks - neighbours) / others

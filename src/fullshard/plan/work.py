@@ -189,11 +189,7 @@ def masked_flops(model: ModelShape, job: Job) -> float:
 
 
 def backward_factor(unit: UnitShape) -> float:
-    """Return the cost of backward's matrix products, divided by the cost of forward's.
-
-    The gradients of inputs cost as much as forward. The gradients of weights cost the same again if all weights are
-    trained, or have adapters that need these gradients.
-    """
+    """Return the cost of backward's products divided by forward's: one for inputs, one for trained weights."""
     matrices = [p for p in unit.parameters if len(p.shape) >= 2]
     total = sum(p.numel for p in matrices)
     trained = sum(p.numel for p in matrices if p.trainable or p.folded_rank)

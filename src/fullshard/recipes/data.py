@@ -45,11 +45,7 @@ Indices = npt.NDArray[np.int64]
 
 
 def corpus_files(data: str | None) -> list[Path]:
-    """Return the data files: one file, the files of a directory, or an empty list for a hub dataset.
-
-    If `data` is None, return the files of Python's standard library. The files are shuffled in a fixed order, so that
-    the held-out end of the data is similar to its beginning.
-    """
+    """Return the data files in a fixed, shuffled order: by default, those of Python's standard library."""
     root = Path(data or sysconfig.get_paths()["stdlib"])
     if root.is_file() or not root.exists():
         return [root] if root.exists() else []
@@ -66,11 +62,7 @@ def corpus_files(data: str | None) -> list[Path]:
 
 
 def read_documents(files: Sequence[Path], data: str | None, text_field: str, max_nbytes: int | None) -> Iterator[str]:
-    """Yield the documents in some files or in a hub dataset.
-
-    Without files, `data` names the dataset as `owner/name:configuration`. Each text file is one document. Each row of a
-    JSONL or Parquet file is one document. At most `max_nbytes` bytes of UTF-8 are read.
-    """
+    """Yield at most `max_nbytes` bytes of UTF-8 of documents, from files or from `owner/name:configuration`."""
     left = max_nbytes or (_DEFAULT_MAX_NBYTES if data is None else sys.maxsize)
     found = (text for file in files for text in _texts(file, text_field, "strict" if data else "replace"))
     for text in found if files else _rows(str(data), text_field):
@@ -219,11 +211,7 @@ class TrainingData(NamedTuple):
 
 
 def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[int], None]) -> TrainingData:
-    """Prepare the tokenizer and the sequences of the run.
-
-    All ranks must call this. Rank 0 writes the data to `data-*/` in the output directory, and calls `check` with the
-    checksum of the tokens.
-    """
+    """Prepare tokenizer and sequences on all ranks. Rank 0 calls `check` with the checksum of the tokens."""
     directory, source, made = run_on_main(accelerator.process.environment, lambda: _make_data(arguments, check))
     tokenizer, count, seq_len = load_tokenizer(source or directory / "tokenizer"), made["count"], arguments.seq_len
     tokens = np.memmap(directory / "tokens.bin", np.dtype("<u4"), mode="r", shape=(count,))

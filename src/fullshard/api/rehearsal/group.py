@@ -40,10 +40,7 @@ _LINKS = {"all-to-all": exchanged, "ring": passed_on, "send": passed_on, "receiv
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of `ranks` ranks, whose numbers are `stride` apart.
-
-    `nbytes` is the size of the tensor with the parts of all ranks. It is sent `times` times: twice for an all-reduce.
-    """
+    """A collective of `ranks` ranks, `stride` apart, for a tensor of `nbytes` on all ranks, sent `times` times."""
 
     what: str
     nbytes: int

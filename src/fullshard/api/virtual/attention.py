@@ -29,10 +29,7 @@ NAME = "virtual"
 
 
 def register(job: Job, device: Device, around: Callable[..., Any] | None = None) -> str:
-    """Register the attention of a job on a device with Transformers. Return its name in Transformers.
-
-    `around` gets this attention and its arguments, if ranks exchange something before and after it.
-    """
+    """Register a job's attention on a device with Transformers, and return its name. `around` wraps its calls."""
     import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

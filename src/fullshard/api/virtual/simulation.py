@@ -279,11 +279,7 @@ _OWN_MASK = ("bloom", "opt")
 
 
 def _loss(model: nn.Module, job: Job) -> torch.Tensor:
-    """Run a forward on token ids and labels of the job's shape, and return the model's loss.
-
-    A causal language model computes this loss itself, so with `wrap_embeddings` backward reaches the outermost unit
-    before the head, as planned.
-    """
+    """Run a forward on token ids and labels of the job's shape, and return the loss, which the model computes."""
     length = job.seq_len // job.shared_by
     tokens = torch.zeros(job.micro_batch, length, dtype=torch.long, device="meta")
     # A whole mask, because Transformers would look at the values of anything less.

@@ -43,10 +43,7 @@ class Pieces:
 
 
 def open_torch_state(title: str, path: Path, *, optimizer: Path | bool = True, notes: Sequence[str] = ()) -> Source:
-    """Open a `torch.save` file with a state dict, or with a dict of a model's and perhaps an optimizer's state.
-
-    `optimizer` is the path of a separate file with the optimizer's state, or whether to open that state.
-    """
+    """Open a `torch.save` file with a state dict. `optimizer` is its own file, or whether to open its state."""
     loaded = load_torch_file(path)
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, expected a state dict")

@@ -46,11 +46,7 @@ class _Whole(SpreadTensor):
 
 
 class WholeTensor(_Whole):
-    """A result computed from sharded tensors, such as a norm, a penalty or a matrix product.
-
-    It is complete on every rank. It becomes a plain tensor when combined with plain numbers, so each rank can add a
-    penalty to its own loss.
-    """
+    """A complete result on every rank, such as a norm. With plain numbers, it becomes a plain tensor."""
 
     @classmethod
     def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
@@ -139,11 +135,7 @@ def _leave(whole: _Whole, *, is_plain: bool) -> torch.Tensor:
 
 
 class WholeCopy(_Whole):
-    """A read-only copy in place of a view that is not an interval, such as a transposed matrix.
-
-    A real view would change together with its source, so the copy becomes invalid when the source changes. The same
-    rules apply to views of the copy.
-    """
+    """A read-only copy in place of a view, such as a transposed matrix. It is invalid once its source changes."""
 
     _source: torch.Tensor
     _source_version: int

@@ -27,11 +27,7 @@ def decode(
 def encode(
     values: torch.Tensor, book: torch.Tensor | None, *, bits: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of `values` (1-D, float32), the inverse of `decode`.
-
-    The scale of a block is the smallest one that covers all its values, and each value gets the nearest code. Values
-    that were decoded from such a block are encoded so that they decode to exactly the same values.
-    """
+    """Return codes and scales of `values` (1-D, float32). Decoded values are encoded exactly as before."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % block))
     blocks = padded.view(padded.numel() // block, block)
     largest = blocks.abs().amax(dim=1)

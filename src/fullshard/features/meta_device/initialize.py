@@ -112,10 +112,7 @@ def materialize(
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
-    """Allocate a module's meta tensors and run `init`. Return False if there are no meta tensors.
-
-    A marker value reveals tensors that `init` skips. `own` has (module id, attribute) of this unit's parameters.
-    """
+    """Allocate a module's meta tensors and run `init`, or return False. `own` has parameters as (id, attribute)."""
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
     parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]
     buffers = [(name, b) for name, b in module._buffers.items() if b is not None and b.is_meta]

@@ -132,10 +132,7 @@ def _held(slot: Slot) -> torch.Tensor:
 
 
 class MetaDevice(Extension):
-    """Defers the allocation of units on the meta device until their parameters have values.
-
-    `unfilled` contains the units that have been allocated without values since the last forward.
-    """
+    """Defers the allocation of units until their parameters have values. `unfilled` units have none yet."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)

@@ -229,10 +229,7 @@ def _pieces_of(plain: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
 
 
 class Transposed(ShardSpec):
-    """Mixin for the spec of a weight with blocks along its second-to-last dim, which counts elements in block order.
-
-    If tensor parallelism splits the weight, each rank has complete matrices.
-    """
+    """Mixin for the spec of a weight with blocks along its second-to-last dim. Elements count in block order."""
 
     is_row_by_row = False
 

@@ -76,11 +76,7 @@ def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -
 def mark_large(
     model: nn.Module, form: str, *, embeddings: bool = False, left: tuple[str, ...] = (), freezes: bool = False
 ) -> Quantized:
-    """Mark the large weights of a model as `quantize` does, but do not raise an error if there are none.
-
-    Skip modules with names that end with a string in `left`. If `freezes` is set, freeze the marked weights; otherwise,
-    skip trainable weights.
-    """
+    """Mark large weights as `quantize` does, outside modules in `left`: frozen ones, or all if `freezes`."""
     found, seen = Quantized(form_of(form).name), set[int]()
     options: Any = {"embeddings": embeddings, "left": left, "freezes": freezes}
     for module, attribute, parameter, what, reason in weights(model, **options):

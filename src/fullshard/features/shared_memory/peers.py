@@ -127,11 +127,7 @@ def _check(offers: Sequence[_Offer]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The information that other ranks need to open the file of one rank.
-
-    `namespace` is the PID namespace, equal for ranks that see each other's processes. `descriptor` is None if the rank
-    shares no file, and `problem` is then the reason why the file could not be created.
-    """
+    """What other ranks need to open a rank's file, in a PID namespace, or the `problem` why there is none."""
 
     namespace: str
     pid: int

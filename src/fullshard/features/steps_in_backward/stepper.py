@@ -200,11 +200,7 @@ class Stepper:
         part.parameters.append(parameter)
 
     def step(self, bucket: Bucket) -> bool:
-        """Update the optimizer's parameters in a bucket, and free their gradients, which must already be published.
-
-        Return False if there is nothing to update. The caller must ensure that no rank is still reading the main
-        weights.
-        """
+        """Update the parameters in a bucket and free their published gradients. Return False if there are none."""
         part, optimizer = self._parts.get(bucket), self._optimizer()
         if part is None or optimizer is None:
             return False

@@ -18,11 +18,7 @@ from fullshard.core.imports import Replaced
 
 
 def let_dtensors_compute() -> None:
-    """Make torch call the `__torch_dispatch__` of DTensor subclasses. Since torch 2.6.
-
-    torch 2.13 and later do this. Releases 2.10 to 2.12 treat every DTensor as torch's own class unless a rule is
-    registered for its type.
-    """
+    """Make torch call the `__torch_dispatch__` of DTensor subclasses, as 2.13 does. Since torch 2.6."""
     find = GenericTorchDispatchRuleHolder.find
     if not "2.10" <= torch.__version__ < "2.13" or hasattr(find, "__wrapped__"):
         return

@@ -17,11 +17,7 @@ ORDERS: Orders = {}
 
 
 def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
-    """Return an error message if ranks read the same data loader in different orders, or else None.
-
-    `orders` contains a pair (rank, number) for each rank. The number identifies the order in which the rank is reading
-    the loader, or is None if the rank is not reading it.
-    """
+    """Return an error message if ranks read a loader in different `orders`, as (rank, number or None), else None."""
     known = [(rank, order) for rank, order in orders if order is not None]
     for rank, order in known:
         first, expected = known[0]

@@ -368,11 +368,7 @@ class Watchdog(Watcher):
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
-    """Wait until all ranks of a group have arrived, so that the next operation does not hang.
-
-    The wait is a collective between the hosts, and is skipped if the group does not support one. An accelerator's
-    collective cannot name a missing rank. On a CPU, collectives are watched anyway.
-    """
+    """Wait until all ranks of a group have arrived, if its hosts can, so that the next operation does not hang."""
     host = torch.device("cpu")
     if device.type != "cpu" and torch_private.backend_of(group, host) is not None:
         with torch_private.without_transforms(), Waiting(what, [group]):

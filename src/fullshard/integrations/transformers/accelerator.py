@@ -21,11 +21,7 @@ _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffer
 
 
 class TrainerAccelerator(Accelerator):
-    """The Accelerator that drives the engine for a Trainer.
-
-    `tensor_parallel_size` is the number of ranks over which each layer was split when the model was loaded. If
-    `shares_losses`, ranks that share sequences compute the same loss, from whole sequences.
-    """
+    """The Accelerator of a Trainer. If `shares_losses`, ranks that share sequences compute the same loss."""
 
     _accumulates = False  # the Trainer accumulates
     _cuts_batches = False  # the Trainer counts tokens first

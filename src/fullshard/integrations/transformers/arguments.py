@@ -60,11 +60,7 @@ def resolved_configuration(args: Any) -> Resolved:
 
 
 def join_accelerate() -> None:
-    """Make Accelerate use the CPU if this process was launched on a machine without accelerators.
-
-    Accelerate determines the device and the ranks for `TrainingArguments`. Otherwise, it would find a single process on
-    every rank.
-    """
+    """Make Accelerate use the CPU, and find all ranks, if this process was launched without accelerators."""
     is_cpu = read_rank_environment().launched and not torch.accelerator.is_available()
     if is_cpu and "ACCELERATE_USE_CPU" not in os.environ:
         set_variables(ACCELERATE_USE_CPU="true")

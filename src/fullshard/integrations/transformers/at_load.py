@@ -149,11 +149,7 @@ def _as_config_errors() -> Iterator[None]:
 
 
 def _distribute(model: Any, config: Any, dense: DeviceMesh, plan: dict[str, str]) -> dict[Any, Mesh]:
-    """Distribute the experts over `ep_size` ranks, as Transformers does. Return the mesh that each is sharded over.
-
-    Ranks that hold the same experts shard them among themselves. There are dp_replicate x efsdp x ep such ranks, where
-    efsdp = fsdp x tp / ep.
-    """
+    """Distribute the experts over `ep_size` ranks, as Transformers does. Return the mesh that each is sharded over."""
     how = config.ep_implementation
     if how == _INFERENCE_ONLY or getattr(model.config, "_experts_implementation", None) == _INFERENCE_ONLY:
         raise ConfigError(

@@ -21,10 +21,7 @@ _TRIES = itertools.count()
 
 
 def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
-    """Return if all ranks ran out of memory, so that they may all restart with smaller batches.
-
-    Raise `CommunicationError` if only some ranks did. Return immediately if `error` is not an out-of-memory error.
-    """
+    """Return if all ranks ran out of memory or none did. Raise `CommunicationError` if only some ranks did."""
     from accelerate.utils.memory import should_reduce_batch_size
 
     own, ranks = collectives.rank(), range(collectives.world_size())

@@ -28,11 +28,7 @@ def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def generate_in_step() -> None:
-    """Make TRL's callbacks that log completions run for the same number of batches on every rank.
-
-    Otherwise, ranks that have finished would leave the others waiting for their parts of the parameters. A rank with
-    fewer batches of prompts repeats its last prompt, and the repeated results are dropped.
-    """
+    """Make TRL's callbacks that log completions run for the same number of batches on every rank."""
     home: Any = sys.modules.get("trl.trainer.callbacks")
     theirs = getattr(home, "_generate_completions", None)
     if theirs is None or hasattr(theirs, "of_trl"):
@@ -56,10 +52,7 @@ def generate_in_step() -> None:
 
 
 def stream_into_engines() -> None:
-    """Make TRL use `stream_weights` to pass the weights to vLLM, in its own processes or on a server.
-
-    Otherwise, TRL would merge adapters into the trained weights and unmerge them, which rounds the weights each time.
-    """
+    """Make TRL pass weights to vLLM with `stream_weights`, because merging adapters would round the weights."""
     theirs: Any = getattr(sys.modules.get("trl.generation.vllm_generation"), "VLLMGeneration", None)
     if theirs is None or hasattr(theirs, "of_trl"):
         return

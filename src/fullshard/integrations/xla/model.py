@@ -42,11 +42,7 @@ class Sharded:
         return self.place(tensor, tuple("fsdp" if dim == largest else None for dim in range(tensor.dim())))
 
     def annotate(self, output: Any) -> None:
-        """Tell XLA's compiler that dim 0 of every tensor in an output is divided over all devices.
-
-        Each device then computes its part of the batch. If the settings contain `shard_output`, call that function
-        instead.
-        """
+        """Divide dim 0 of every tensor in an output over all devices, or do what the settings' `shard_output` does."""
         import torch_xla
         import torch_xla.distributed.spmd as spmd
 
