@@ -200,6 +200,9 @@ def test_prune(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     dry = _run("prune", tmp_path, "--keep", 2, "--dry-run").stdout
     assert "would remove" in dry
+    found = json.loads(_run("prune", tmp_path, "--keep", 2, "--dry-run", "--json").stdout)
+    assert [Path(path).name for path in found["removed"]] == ["step-2", "step-1"] and found["dry_run"]
+    assert [Path(path).name for path, _ in found["damaged"]] == ["step-5"] and len(found["kept"]) == 2
     assert (tmp_path / "step-1").exists()
     text = _run("prune", tmp_path, "--keep", 2).stdout
     assert "left alone" in text

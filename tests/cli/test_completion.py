@@ -39,6 +39,11 @@ def told(variables: dict[str, str]) -> str:
         ("fullshard launch -n 2 ", []),  # files, which bash completes itself
         ("fullshard launch train.py --num", []),  # the script's own
         ("fullshard plan --model Llama-3.1-4", ["Llama-3.1-405B"]),
+        ("fullshard simulate -m Llama-3.1-4", ["Llama-3.1-405B"]),
+        ("fullshard plan --devices 8xB3", ["8xB300"]),
+        ("fullshard simulate -d B3", ["B300"]),
+        ("fullshard rehearse --as 64xL40", ["64xL40S", "64xL40"]),
+        ("fullshard rehearse --links fr", ["free"]),
         ("fullshard recipe show qwen3-14b", ["qwen3-14b-qlora-2x24gb"]),
     ],
 )

@@ -55,6 +55,16 @@ def watched(run: Path, *words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def test_the_state_as_json(run: Path) -> None:
+    code, text = watched(run, "--once", "--json")
+    state = json.loads(text)
+    assert code == 0 and set(state) == {"outcome", "lost", "step", "save", "trouble"}
+    assert state["outcome"] == "unknown" and state["step"]["step"] == 30 and state["step"]["loss"] == 2.5
+    assert state["save"]["path"] == "here/step-20" and state["trouble"]["message"] == "rank 1 is slow"
+    note(run, Happening.END)
+    assert json.loads(watched(run, "--json")[1])["outcome"] == "done"
+
+
 def test_a_run_that_trains(run: Path) -> None:
     code, text = watched(run, "--once")
     shown = {line[:16].strip(): line[16:] for line in text.splitlines()}

@@ -263,6 +263,9 @@ def test_a_run_of_trainer(tmp_path: Path) -> None:
     (run,) = read_runs([tmp_path])
     assert run.series("loss") == ([1, 2], [2.0, 1.5])
     assert run.series("held_out_loss") == ([1], [3.0])
+    [numbers] = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).output)
+    assert numbers["run"] == tmp_path.name and numbers["outcome"] == "unknown" and numbers["step"] == 2
+    assert numbers["loss"] == 1.5 and numbers["held_out_loss"] == 3.0 and not (tmp_path / "report.html").exists()
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "1.5000, mean" in (tmp_path / "report.html").read_text()

@@ -80,6 +80,9 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     listed = run_here("recipe", "list").stdout
     assert all(path.stem in listed for path in FILES) and max(map(len, listed.splitlines())) <= 80
     [first, *_] = FILES
+    [entry, *others] = json.loads(run_here("recipe", "list", "--json").stdout)
+    assert len(others) == len(FILES) - 1 and entry["recipe"] == first.stem
+    assert {"model", "devices", "memory_gib", "tokens_per_second"} <= entry.keys()
     assert run_here("recipe", "show", first.stem).stdout == first.read_text()
     copied = tmp_path / "my.yaml"
     assert run_here("recipe", "copy", first.stem, str(copied)).returncode == 0

@@ -143,11 +143,9 @@ def _flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
     """Return nested settings as one level, as in `{"adam.lr": 0.1}`, with text in place of lists and objects."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{above}{name}.")
-        else:
-            is_plain = value is None or isinstance(value, int | float | str | torch.Tensor)
-            found[f"{above}{name}"] = value if is_plain else str(value)
+        is_plain = value is None or isinstance(value, int | float | str | torch.Tensor)
+        own = {f"{above}{name}": value if is_plain else str(value)}
+        found |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else own
     return found
 
 

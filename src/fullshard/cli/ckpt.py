@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fullshard.cli.options import Dtype, MaxShardSize, Output, Overwrite, path_word
+from fullshard.cli.options import Dtype, Json, MaxShardSize, Output, Overwrite, path_word
 from fullshard.core.errors import CheckpointError, ConfigError, plural, printable
 from fullshard.core.sizes import format_count, format_nbytes
 
@@ -40,7 +40,6 @@ _Checkpoint = Annotated[
 ]
 _Ours = Annotated[str, typer.Argument(help="A fullshard checkpoint or its URL.")]
 _OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. It appears when it is complete.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _WorldSize = Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks to reshard for.")]
 _ConfigFrom = Annotated[
     Path | None,
@@ -55,7 +54,7 @@ def inspect(
     checkpoint: _Checkpoint,
     *,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a checkpoint contains without reading weights. --json also lists all tensors and their ranks."""
     with _open(checkpoint) as source:
@@ -84,7 +83,7 @@ def inspect(
 
 
 @app.command()
-def verify(checkpoint: _Ours, *, as_json: _Json = False) -> None:
+def verify(checkpoint: _Ours, *, as_json: Json = False) -> None:
     """Read every byte of a checkpoint and verify it. The exit code is 0 if it is intact and 1 if it is damaged."""
     from fullshard.checkpoint.format import MANIFEST_NAME, part_paths
     from fullshard.checkpoint.objects import location
@@ -116,7 +115,7 @@ def diff(
     b: Annotated[str, typer.Argument(help="Another checkpoint of any kind.")],
     *,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave optimizer state out.")] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Compare the names, shapes, dtypes, and bits of all tensors. The exit code is 0 if they are equal and 1 if not."""
     from fullshard.checkpoint.objects import location
@@ -232,6 +231,7 @@ def prune(
         bool, typer.Option("--thorough", help="Read every byte before a checkpoint counts as intact.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Remove the oldest checkpoints. Damaged checkpoints are neither counted nor removed."""
     from fullshard.checkpoint.catalog import prune as prune_checkpoints
@@ -241,12 +241,16 @@ def prune(
     if not root.is_dir():
         raise ConfigError(f"the directory {directory} does not exist")
     found = prune_checkpoints(root, keep=keep, thorough=thorough, dry_run=dry_run)
+    if not (found.kept or found.removed or found.damaged):
+        raise ConfigError(f"{directory} contains no checkpoints", hint="pass the directory that they are saved into")
+    if as_json:
+        shown = {"dry_run": dry_run, "kept": found.kept, "removed": found.removed, "damaged": found.damaged}
+        typer.echo(json.dumps(shown, default=str, indent=2))
+        return
     for path in found.removed:
         _say(f"{'would remove' if dry_run else 'removed'} {path}")
     for path, problem in found.damaged:
         _say(f"left alone {path}: {problem}")
-    if not (found.kept or found.removed or found.damaged):
-        raise ConfigError(f"{directory} contains no checkpoints", hint="pass the directory that they are saved into")
     _say(f"kept {plural(len(found.kept), 'intact checkpoint')}")
 
 

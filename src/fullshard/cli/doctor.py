@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fullshard.cli.options import Json
 from fullshard.core.errors import ConfigError, plural
 
 UNHEALTHY = 1
@@ -22,7 +23,7 @@ def doctor(
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device that the ranks compute on.")] = "auto",
     timeout: Annotated[float, typer.Option(min=1, max=1e9, help="Seconds that a rank waits for the others.")] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Diagnose problems with this machine.
 

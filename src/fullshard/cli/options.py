@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -52,6 +53,18 @@ def file_word(text: str) -> Path:
     return path
 
 
+def _device_words(incomplete: str) -> list[str]:
+    from fullshard.plan.hardware import DEVICES
+
+    count = incomplete.partition("x")[0]
+    return ["free", *(f"{count}x{name}" if count.isdecimal() else name for name in DEVICES)]
+
+
+DeviceName = functools.partial(typer.Option, autocompletion=_device_words)
+ModelName = functools.partial(
+    typer.Option, autocompletion=lambda: importlib.import_module("fullshard.plan.known_models").MODELS
+)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Output = Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 Dtype = Annotated[str | None, typer.Option(help="Dtype of stored floating-point weights: float32, bfloat16, float16.")]

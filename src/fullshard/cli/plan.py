@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import file_word, given_settings, options_from, path_word, word
+from fullshard.cli.options import DeviceName, Json, ModelName, file_word, given_settings, options_from, path_word, word
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.config.write import save_text
@@ -31,15 +30,10 @@ DOES_NOT_FIT = 1
 
 Model = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A known name (Llama-2-7B), a config.json or its directory, or a number (7B)",
-        autocompletion=lambda: importlib.import_module("fullshard.plan.known_models").MODELS,
-    ),
+    ModelName("--model", "-m", help="A known name (Llama-2-7B), a config.json or its directory, or a number (7B)"),
 ]
 Devices = Annotated[
-    str | None, typer.Option("--devices", "-d", help="Number and kind: 8xH100, 1024xA100-80, 2xCPU", show_default=False)
+    str | None, DeviceName("--devices", "-d", help="Number and kind: 8xH100, 1024xA100-80, 2xCPU", show_default=False)
 ]
 Config = Annotated[
     Path | None,
@@ -83,7 +77,7 @@ def plan(
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a device and hour, to print the cost of a billion tokens")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: Json = False,
     write: Write = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists")] = False,
     calibrate: Calibrate = None,

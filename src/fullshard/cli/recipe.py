@@ -1,12 +1,13 @@
 """The `fullshard recipe` commands, which list, show, and copy the recipes that come with fullshard."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import fullshard
-from fullshard.cli.options import path_word
+from fullshard.cli.options import Json, path_word
 from fullshard.config.document import read_document
 from fullshard.config.settings import suggestion
 from fullshard.config.write import save_text
@@ -25,14 +26,17 @@ Name = Annotated[
 
 
 @app.command("list")
-def print_all() -> None:
-    """List the recipes, with their devices, memory and speed."""
+def print_all(as_json: Json = False) -> None:
+    """List the recipes, with their devices, memory and speed. With --json, list all that the planner has written."""
     from rich.console import Console
     from rich.table import Table
 
+    files = {name: {entry.key: entry.plain for entry in read_document(path)} for name, path in _files().items()}
+    if as_json:
+        typer.echo(json.dumps([{"recipe": name, **sections["plan"]} for name, sections in files.items()], indent=2))
+        return
     table = Table("recipe", "devices", "GiB", "tokens/s", box=None, pad_edge=False)
-    for name, path in _files().items():
-        plan = next(entry.plain for entry in read_document(path) if entry.key == "plan")
+    for name, plan in ((name, sections["plan"]) for name, sections in files.items()):
         table.add_row(name, plan["devices"], f"{plan['memory_gib']:.1f}", f"{plan['tokens_per_second']:,}")
     Console().print(table)
 

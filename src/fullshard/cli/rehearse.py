@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fullshard.cli.options import file_word
+from fullshard.cli.options import DeviceName, file_word
 from fullshard.config.switches import TAKE
 from fullshard.core.errors import ConfigError, plural
 
@@ -27,13 +27,13 @@ _OF_THE_JOB = ("launch.num_processes", "launch.num_machines", "launch.machine_ra
 def rehearse(
     *,
     command: Annotated[list[str], typer.Argument(metavar="-- SCRIPT.py [ARGUMENTS]", help="As for fullshard launch")],
-    devices: Annotated[str, typer.Option("--as", help="Number and kind of devices of the job: 64xH100")],
+    devices: Annotated[str, DeviceName("--as", help="Number and kind of devices of the job: 64xH100")],
     rank: Annotated[int, typer.Option(min=0, help="The rank that runs")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="End the script after this many steps", show_default="when it ends")
     ] = None,
     links: Annotated[
-        str | None, typer.Option(help="free, or a device whose links carry the messages", show_default="those of --as")
+        str | None, DeviceName(help="free, or a device whose links carry the messages", show_default="those of --as")
     ] = None,
     compare: Annotated[Literal["torch"] | None, typer.Option(help="Run it on torch's engine, too")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw FILE.svg, .png or .pdf", parser=file_word)] = None,
@@ -143,9 +143,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"{phase}: {format_nbytes(peak['allocated'])} at the peak{told}")
     if found["unplanned"]:
         lines.append(f"no plan beside it: {found['unplanned']}")
+    whole = "; nothing is sharded by fullshard or fully_shard" * (found["engine"] is None and found["steps"] > 0)
     lines.append(
         f"{'fits' if found['fits'] else 'does not fit'}: needs {format_nbytes(found['needed'])}, with "
-        f"{format_nbytes(found['runtime'])} for the runtime{said}, and a device has {format_nbytes(found['memory'])}"
+        f"{format_nbytes(found['runtime'])} for the runtime{said}, and a device has "
+        f"{format_nbytes(found['memory'])}{whole}"
     )
     return [
         *lines,

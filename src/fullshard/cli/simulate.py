@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.cli.options import file_word, options_from
+from fullshard.cli.options import DeviceName, Json, ModelName, file_word, options_from
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
@@ -22,14 +22,14 @@ DIFFERS = 1
 def simulate(
     *,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A known name (Llama-3-70B), a config.json or its directory")
+        str, ModelName("--model", "-m", help="A known name (Llama-3-70B), a config.json or its directory")
     ],
     world_size: Annotated[
         int | None, typer.Option(min=1, max=16384, help="Number of simulated ranks", show_default="those of --devices")
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option("--devices", "-d", help="Number and kind of devices for --timeline: 64xH100", show_default=False),
+        DeviceName("--devices", "-d", help="Number and kind of devices for --timeline: 64xH100", show_default=False),
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -37,7 +37,7 @@ def simulate(
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank to simulate")] = 0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
     """Run one step of the real engine as a single rank of a large job.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import statistics
 import time
@@ -19,6 +20,7 @@ from fullshard.core.sizes import format_nbytes
 if TYPE_CHECKING:
     from fullshard.observe.record import RunRecord
 
+_TROUBLE = ("failure", "skip", "slow", "shrink")
 _TYPICAL_STEPS = 20
 """The number of last steps whose median time predicts the end of the run."""
 _SILENT_SECONDS, _GONE_SECONDS = 180.0, 10.0
@@ -33,6 +35,7 @@ def watch(
     *,
     every: Annotated[float, typer.Option(help="Seconds between two looks at the run's files.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print the state and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON whenever the state changes.")] = False,
 ) -> None:
     """Follow a run in the terminal: steps, loss, speed and trouble.
 
@@ -45,14 +48,15 @@ def watch(
     from fullshard.observe.record import read_runs
 
     screen, shown, written, changed = Live(auto_refresh=False), "", 0.0, time.monotonic()
-    with screen if screen.console.is_terminal else contextlib.nullcontext():
+    with screen if screen.console.is_terminal and not as_json else contextlib.nullcontext():
         while True:
             (record,) = read_runs([run])
             if record.written != written:
                 written, changed = record.written, time.monotonic()
             lost = _lost(record, time.monotonic() - changed) if record.outcome == "unknown" else {}
             rows = {**lost, **_rows(record), **lost}  # first, and instead of its names
-            text = "\n".join(f"{name:16}{value}" for name, value in rows.items() if value)
+            lines = (f"{name:16}{value}" for name, value in rows.items() if value)
+            text = json.dumps(_state(record, lost.get("ended"))) if as_json else "\n".join(lines)
             if screen.is_started:
                 screen.update(text, refresh=True)
             elif text != shown:
@@ -91,6 +95,15 @@ def _is_running(pid: Any, at: str) -> bool:
         return False
 
 
+def _state(run: RunRecord, lost: str | None) -> dict[str, Any]:
+    """Return the outcome, the last line of `metrics.jsonl`, and the last save and trouble in `events.jsonl`."""
+    state = {"outcome": run.outcome, "lost": lost, "step": run.steps[-1] if run.steps else None}
+    state |= {"save": None, "trouble": None}
+    for event in run.events:
+        state |= {"save": event} if event["kind"] == "save" else {"trouble": event} if event["kind"] in _TROUBLE else {}
+    return state
+
+
 def _rows(run: RunRecord) -> dict[str, str]:
     """Return the name and the text of each line about a run."""
     last: dict[str, Any] = run.steps[-1] if run.steps else {}
@@ -111,7 +124,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     saves = [event for event in run.events if event["kind"] == "save"]
     rows["last checkpoint"] = f"{saves[-1].get('path', '')}, {saves[-1]['time']}" if saves else "none yet"
     rows["hosts"] = str(run.environment.get("hosts", ", ".join(sorted({str(event["host"]) for event in run.events}))))
-    trouble = [event for event in run.events if event["kind"] in ("failure", "skip", "slow", "shrink")]
+    trouble = [event for event in run.events if event["kind"] in _TROUBLE]
     if trouble:
         event = trouble[-1]
         rank, cause = (event.get(name) if event["kind"] == "failure" else None for name in ("rank", "cause_rank"))

@@ -116,10 +116,7 @@ _STAGE_NAMES = "each stage corresponds to a strategy"
 def _offload_section(target: str, because: str) -> Dialect:
     return Dialect(
         "an offload section",
-        (
-            _translated("device", target, because, partial(_offload_device, target)),
-            *rows("offload"),
-        ),
+        (_translated("device", target, because, partial(_offload_device, target)), *rows("offload")),
     )
 
 
@@ -175,13 +172,7 @@ _FP16 = Dialect(
     ),
     finish=_finish_fp16,
 )
-_BF16 = Dialect(
-    "bf16",
-    (
-        Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("bf16")),
-        *rows("bf16"),
-    ),
-)
+_BF16 = Dialect("bf16", (Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("bf16")), *rows("bf16")))
 _ACTIVATIONS = Dialect(
     "activation_checkpointing",
     (

@@ -1,5 +1,6 @@
 """Write a report on one or more runs as a single HTML file, which can be opened without network access."""
 
+import operator
 import os
 import stat
 import statistics
@@ -27,6 +28,22 @@ _COURSE = (
 )
 
 Rows = list[tuple[str, ...]]
+
+
+def _end(values: list[float]) -> float:
+    return statistics.fmean(values[-max(1, len(values) // 10) :])
+
+
+_NUMBERS: tuple[tuple[str, str, Callable[[list[float]], float], str], ...] = (
+    ("loss at the end", "loss", _end, "{:.4f}, mean of the last {} of {} logged steps"),
+    ("held-out loss", "held_out_loss", operator.itemgetter(-1), "{:.4f}"),
+    ("tokens per second, median", "tokens_per_second", statistics.median, "{:,.0f}"),
+    ("waited for data", "data_wait_seconds", sum, "{:.1f} s"),
+    ("blocked by checkpoints", "checkpoint_seconds", sum, "{:.1f} s"),
+    ("skipped steps", "skipped_steps", max, "{:.0f}"),
+    ("peak memory of the fullest rank", "memory_nbytes", max, ""),
+)
+"""Each number's title, its name in `metrics.jsonl`, how it follows from the values of all steps, and its form."""
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
@@ -71,20 +88,18 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _overview(runs: Sequence[RunRecord]) -> Rows:
-    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
-        ("ranks", _ranks),
-        ("steps", lambda run: str(run.steps[-1]["step"]) if run.steps else ""),
-        ("loss at the end", lambda run: _of(run, "loss", _end, "{:.4f}, mean of the last {} of {} logged steps")),
-        ("held-out loss", lambda run: _of(run, "held_out_loss", lambda values: values[-1], "{:.4f}")),
-        ("tokens per second, median", lambda run: _of(run, "tokens_per_second", statistics.median, "{:,.0f}")),
-        ("waited for data", lambda run: _of(run, "data_wait_seconds", sum, "{:.1f} s")),
-        ("blocked by checkpoints", lambda run: _of(run, "checkpoint_seconds", sum, "{:.1f} s")),
-        ("skipped steps", lambda run: _of(run, "skipped_steps", max, "{:.0f}")),
-    ]
-    if len(runs) > 1:  # the memory of a single run has a section
-        rows.append(("peak memory of the fullest rank", lambda run: _of(run, "memory_nbytes", max)))
-    filled = [(name, *(value(run) for run in runs)) for name, value in rows]
-    return [row for row in filled if any(row[1:])]
+    steps = (str(run.steps[-1]["step"]) if run.steps else "" for run in runs)
+    rows = [("ranks", *map(_ranks, runs)), ("steps", *steps)]
+    shown = _NUMBERS if len(runs) > 1 else _NUMBERS[:-1]  # the memory of a single run has a section
+    rows += [(title, *(_of(run, name, of, form) for run in runs)) for title, name, of, form in shown]
+    return [row for row in rows if any(row[1:])]
+
+
+def numbers(run: RunRecord) -> dict[str, Any]:
+    """Return a run's outcome, its last step, and the numbers of `_NUMBERS` by their names in `metrics.jsonl`."""
+    found: dict[str, Any] = {"run": run.name, "outcome": run.outcome}
+    found["step"] = run.steps[-1]["step"] if run.steps else None
+    return found | {name: of(values) for _, name, of, form in _NUMBERS if (values := _values(run, name, form))}
 
 
 def _ranks(run: RunRecord) -> str:
@@ -97,14 +112,13 @@ def _ranks(run: RunRecord) -> str:
 
 def _of(run: RunRecord, name: str, of: Callable[[list[float]], float], form: str = "") -> str:
     """Return the result of `of` for a series of metrics as text, by `form` or as the bytes of the last attempt."""
-    values = run.series(name, -1 if form else run.recorded.resumed_after)[1]
-    if not values:
+    if not (values := _values(run, name, form)):
         return ""
     return form.format(of(values), max(1, len(values) // 10), len(values)) if form else format_nbytes(round(of(values)))
 
 
-def _end(values: list[float]) -> float:
-    return statistics.fmean(values[-max(1, len(values) // 10) :])
+def _values(run: RunRecord, name: str, form: str) -> list[float]:
+    return run.series(name, -1 if form else run.recorded.resumed_after)[1]
 
 
 def _training_loss(run: RunRecord) -> tuple[float, float] | None:

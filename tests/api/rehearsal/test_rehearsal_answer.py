@@ -82,6 +82,9 @@ def test_the_plan_is_beside_each_phase(known: dict[str, Any], unknown: dict[str,
     assert {peak["planned"] for peak in unknown["phases"].values()} == {None}
     assert "no plan beside it: the script does not shard its model with fullshard" in _lines(unknown)
     assert unknown["engine"] == "torch"
+    shown = "\n".join(_lines(unknown | {"engine": None}))
+    assert "; nothing is sharded by fullshard or fully_shard" in shown
+    assert "nothing is sharded" not in "\n".join([*_lines(known), *_lines(unknown)])
 
 
 def test_the_plan_is_that_of_the_command(known: dict[str, Any], tmp_path: Path) -> None:
