@@ -38,8 +38,7 @@ trl: Any = import_extra("trl", extra="sft", purpose="fullshard sft")
 _IS_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _TEMPLATE = (  # `generation` marks the assistant's messages, for --assistant_only_loss
-    "{% for message in messages %}{{ 'OPEN' + message['role'] + 'CLOSE\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
+    "{% for message in messages %}{{ 'OPEN' + message['role'] + 'CLOSE\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + END }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ message['content'] + END + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'OPENassistantCLOSE\\n' }}{% endif %}"

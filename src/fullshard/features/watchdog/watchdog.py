@@ -48,8 +48,7 @@ def _say_who_is_missing() -> None:
     others = plural(int(size) - 1, "other") if rank == "0" and size.isdecimal() else "rank 0 and the others"
     sys.stderr.write(
         f"fullshard: rank {rank} of {size} is waiting for {others} at {said['MASTER_ADDR']}:{said['MASTER_PORT']} "
-        "(MASTER_ADDR, MASTER_PORT)\n"
-        f"hint: {LAUNCH_HINT}\n"
+        f"(MASTER_ADDR, MASTER_PORT)\nhint: {LAUNCH_HINT}\n"
     )
 
 
