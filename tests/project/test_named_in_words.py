@@ -158,7 +158,7 @@ def _flags_of(command: str) -> set[str]:
         return {n.replace("_", "-") for n in {*known, *NO_EFFECT, *RENAMED, "num_processes", "config_file"}}
     module = importlib.import_module(f"fullshard.cli.{command}")
     text = inspect.getsource(module)
-    names = set(re.findall(r'"--([a-z-]+)"', text))
+    names = set(re.findall(r'"--([a-z-]+)"', text)) | ({"json"} if "Json" in text else set())
     for inner in [value for _, value in inspect.getmembers(module, inspect.isfunction)]:
         if inner.__module__ == module.__name__:
             names |= {name.replace("_", "-") for name in inspect.signature(inner).parameters}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.cli.options import RawCommand, path_word
-from fullshard.core.errors import ConfigError, plural
+from fullshard.core.errors import ConfigError, filled, plural
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -98,7 +98,6 @@ def explain(context: typer.Context) -> None:
     from fullshard.config.dialect import shown
     from fullshard.config.flags import parse
     from fullshard.config.resolve import resolve
-    from fullshard.plan.answer import filled
 
     line = parse(_with_file_as_flag([argument for argument in context.args if argument != "--json"]))
     if line.option("help"):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fullshard.cli.options import Json
-from fullshard.core.errors import ConfigError, plural
+from fullshard.core.errors import ConfigError, filled, plural
 
 UNHEALTHY = 1
 """The exit code if there is a problem."""
@@ -40,7 +40,6 @@ def doctor(
     from fullshard.launch.doctor import examine, judge, try_ranks
     from fullshard.launch.links import recommend
     from fullshard.launch.report import make_report
-    from fullshard.plan.answer import filled
 
     if run and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
         try_ranks(1, device, timeout)  # rank 0 reports

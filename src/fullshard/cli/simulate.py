@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.cli.options import DeviceName, Json, ModelName, file_word, options_from
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, filled
 from fullshard.plan.job import Job
 
 DIFFERS = 1
@@ -77,7 +77,6 @@ def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as
     from fullshard.api.virtual.simulation import SENT, transformers_model
     from fullshard.api.virtual.simulation import simulate as run
     from fullshard.core.sizes import format_nbytes
-    from fullshard.plan.answer import filled
 
     result = run(transformers_model(values), job, world_size=world_size, rank=rank)
     if as_json:
@@ -105,7 +104,6 @@ def _time(
 ) -> None:
     from fullshard.api.virtual.rehearsal import time_step
     from fullshard.core.sizes import format_nbytes
-    from fullshard.plan.answer import filled
     from fullshard.plan.hardware import parse_cluster
 
     cluster = parse_cluster(devices)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 MAX_LINE, MAX_MESSAGE = 4_000, 60_000
 """The maximum number of characters in a line and in a message."""
@@ -27,6 +29,13 @@ def printable(text: str, limit: int = MAX_LINE) -> str:
 def plural(count: int, noun: str) -> str:
     """Return a count and its noun, as in `1 rank`, `2 ranks` or `2 processes`."""
     return f"{count} {noun}{'es' if noun.endswith('s') else 's'}" if count != 1 else f"1 {noun}"
+
+
+def filled(text: str) -> str:
+    """Wrap the lines of a text at 80 columns between words, and indent what follows the first part of a line."""
+    words: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    indented = [(line, " " * (len(line) - len(line.lstrip()) + 2)) for line in text.splitlines()]
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent=indent, **words) for line, indent in indented)
 
 
 def cut(text: str, limit: int) -> str:

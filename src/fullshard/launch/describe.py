@@ -4,9 +4,9 @@ import shlex
 
 from fullshard.config.dialect import shown
 from fullshard.config.flags import CommandLine
+from fullshard.core.errors import filled
 from fullshard.launch.network import DEFAULT_PORT
 from fullshard.launch.plan import LaunchPlan
-from fullshard.plan.answer import filled
 
 _PER_HOST = ("machine_rank", "node_rank", "dry_run")
 

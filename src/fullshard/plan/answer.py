@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.config.schema import SETTINGS
+from fullshard.core.errors import filled
 from fullshard.core.sizes import GIB
 from fullshard.plan.evaluate import Change, Plan
 from fullshard.plan.hardware import split_devices
@@ -84,13 +85,6 @@ def as_text(plan: Plan, changes: Sequence[Change], question: PlanQuestion, *, fi
     else:
         lines.append("no change of settings makes it fit: use a smaller model, or devices with more memory")
     return "\n".join(lines)
-
-
-def filled(text: str) -> str:
-    """Wrap the lines of a text between words, and indent what follows the first part of a line."""
-    words: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
-    indented = [(line, " " * (len(line) - len(line.lstrip()) + 2)) for line in text.splitlines()]
-    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=indent, **words) for line, indent in indented)
 
 
 def _headline(plan: Plan) -> str:

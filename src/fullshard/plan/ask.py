@@ -9,9 +9,9 @@ from fullshard.config.document import read_document
 from fullshard.config.load import load_file, recipe_arguments
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.values import integer
-from fullshard.core.errors import ConfigError, plural
+from fullshard.core.errors import ConfigError, filled, plural
 from fullshard.core.sizes import GIB
-from fullshard.plan.answer import PlanQuestion, as_text, filled
+from fullshard.plan.answer import PlanQuestion, as_text
 from fullshard.plan.evaluate import MARGIN, Change, Plan, changes_that_fit, evaluate, without_room
 from fullshard.plan.hardware import Cluster, parse_cluster, split_devices
 from fullshard.plan.job import Job

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fullshard.config.write import scalar, write_native
+from fullshard.core.errors import filled
 from fullshard.core.sizes import GIB
-from fullshard.plan.answer import filled
 from fullshard.plan.evaluate import Plan
 from fullshard.plan.families import FAMILIES
 from fullshard.plan.job import Job
