@@ -125,7 +125,7 @@ def test_failures_and_restarts(tmp_path: Path) -> None:
     done = launch(*arguments, cwd=tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     events = list(read_journal(out))
-    assert [event["kind"] for event in events] == ["start", "failure", "restart", "start"]
+    assert [event["kind"] for event in events] == ["start", "failure", "restart", "start", "end"]
     failure, restart = events[1:3]
     assert failure["rank"] == 1 and failure["how"] == "SIGKILL" and failure["pid"] != events[0]["pid"]
     assert (restart["rank"], restart["number"], restart["of"]) == (None, 1, 1)
