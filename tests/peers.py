@@ -106,7 +106,7 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
     terms = {**persistent, **({} if peer.is_whole else _gathered(trained, job, peer)), **worst}
     transient = sum(terms.values()) - sum(persistent.values())
     if peer.tool != "allocated":
-        terms["allocator"] = fragments_nbytes(transient)
+        terms["allocator"] = fragments_nbytes(transient, is_alone=ranks == 1)
     if peer.tool == "nvidia-smi":
         terms["context"] = CONTEXT + NCCL * (ranks > 1)
     return {name: nbytes for name, nbytes in terms.items() if nbytes}

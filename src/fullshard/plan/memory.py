@@ -53,17 +53,17 @@ PERSISTENT = CATEGORIES[:4]
 
 FRAGMENTATION, FRAGMENTS = 0.1, 3 * 2**29
 """Memory that PyTorch's caching allocator holds in blocks too small for other tensors: a tenth of the temporary memory,
-and at least 1.5 GiB.
+and on several devices at least 1.5 GiB, because a block is only used again by the stream that it was allocated for
+(c10/cuda/CUDACachingAllocator.cpp), and messages have their own streams.
 
 Answer.AI published the allocated and the reserved memory of two runs (Llama-2-7B LoRA, 2 x 3090): 8.28 and 10.24 GiB,
-and 9.16 and 10.22 GiB. The differences are 1.96 and 1.06 GiB. Reserved memory grows by 1.62 GiB per sequence, and its
-tensors by 1.48 GiB, a tenth less.
+and 9.16 and 10.22 GiB. Reserved memory grows by 1.62 GiB per sequence, and its tensors by 1.48 GiB, a tenth less.
 """
 
 
-def fragments_nbytes(transient: int) -> int:
+def fragments_nbytes(transient: int, *, is_alone: bool) -> int:
     """Return how many bytes fragmentation adds if a step allocates and frees up to `transient` bytes."""
-    return max(FRAGMENTS, round(FRAGMENTATION * transient))
+    return max(0 if is_alone else FRAGMENTS, round(FRAGMENTATION * transient))
 
 
 class Moment(NamedTuple):
@@ -88,6 +88,7 @@ class Memory:
     host_load_peers: int  # bytes of host memory per host if every process calls Transformers' `from_pretrained` instead
     host_steady: int  # bytes of host memory per host during training
     checkpoint: int  # bytes on disk for one checkpoint of the whole job
+    is_alone: bool  # whether there is a single device, which sends no messages
 
     @property
     def persistent(self) -> int:
@@ -105,7 +106,7 @@ class Memory:
         framework = self.phases["load"].get("framework", 0)
         if not framework:  # on a CPU, memory is returned to the system
             return self.peak
-        return self.peak + fragments_nbytes(self.peak - self.persistent - framework)
+        return self.peak + fragments_nbytes(self.peak - self.persistent - framework, is_alone=self.is_alone)
 
     @property
     def allocated(self) -> int:
@@ -157,6 +158,7 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
         timeline,
         *_host(setting, ranks_per_host),
         checkpoint=_checkpoint(setting),
+        is_alone=setting.layout.shard_size == setting.layout.replicate_size == setting.job.tp == 1,
     )
 
 
@@ -496,11 +498,7 @@ def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
 
 
 def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
-    """Return a host's bytes for loading with fullshard, for loading with Transformers, and for training.
-
-    With Transformers, every process reads the complete model. With fullshard, it reads its interval of one parameter at
-    a time, or all of a parameter that is quantised. Buffers that are copied to or from the device are page-locked.
-    """
+    """Return a host's bytes for loading with fullshard, for loading with Transformers, and for training."""
     buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
     whole = sum(b.layout.numel * (itemsize(b.dtype) if b.form is None else base) for b in buckets)
     largest = max(
