@@ -251,7 +251,7 @@ def test_dry_run_and_notes(tmp_path: Path) -> None:
     flags = ["--config_file", "run.yaml", "--nnodes", "2", "--master_addr", "10.0.0.1", "--machine_rank", "0", "--cpu"]
     done = launch(*flags, "--dry-run", "train.py", "--lr", "1e-4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "starting 4 processes on 2 hosts (2 each), cpu (gloo), HYBRID_SHARD: 2 replicas x 2 shards" in done.stdout
+    assert "starting 4 processes on 2 hosts (2 each), cpu (gloo), HYBRID_SHARD: 2 replicas x\n  2 shards" in done.stdout
     assert "precision.mode = bf16  (run.yaml:2:1)" in done.stdout
     assert "launch.num_machines = 2  (--nnodes)" in done.stdout
     assert "host 1 of 2: ranks 2 to 3" in done.stdout

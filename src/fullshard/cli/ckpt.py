@@ -239,7 +239,7 @@ def prune(
 
     root = location(directory)
     if not root.is_dir():
-        raise ConfigError(f"the directory {directory} does not exist")
+        raise ConfigError(f"{directory} is not a directory of checkpoints: it does not exist, or is a file")
     found = prune_checkpoints(root, keep=keep, thorough=thorough, dry_run=dry_run)
     if not (found.kept or found.removed or found.damaged):
         raise ConfigError(f"{directory} contains no checkpoints", hint="pass the directory that they are saved into")
