@@ -62,8 +62,8 @@ class FullyShardedDataParallelPlugin:
     """Configures how models are sharded, with the field names of Accelerate.
 
     A field that is None takes its value from the launcher's configuration, or the default below if the launcher sets
-    none. When the plugin is created, an Accelerator is created or a model is sharded, such a field is updated to show
-    the value in effect. Names compare equal to torch's names with the same meaning. A changed field applies to the next
+    none. Such a field is updated to show the value in effect when the plugin or an Accelerator is created, and when
+    a model is sharded. Names compare equal to torch's names with the same meaning. A changed field applies to the next
     model that is sharded.
 
     Attributes:
@@ -88,8 +88,8 @@ class FullyShardedDataParallelPlugin:
         forward_prefetch: issue the all-gather of the next unit while the current unit runs forward. Default True.
         activation_checkpointing: recompute the activations of every unit in backward.
         activation_checkpointing_offload: keep the tensors that autograd saves for a unit in host memory until backward.
-            With `activation_checkpointing` these are the inputs of the unit. Accelerate supports it only with that
-            option.
+            With `activation_checkpointing` these are the inputs of the unit. Accelerate supports this field only
+            with `activation_checkpointing`.
         cpu_ram_efficient_loading: `from_pretrained` reads weights only on the first rank of each host. Implies
             `sync_module_states`.
         transformer_cls_names_to_wrap: class names of the units, as a list or a comma-separated string.

@@ -69,8 +69,8 @@ def fully_shard(
     Raises:
         ConfigError: An argument is not supported.
         WrapError: A module is already a unit, or has no parameters where some are required. Or a parameter is tied to
-            one in another unit, is of a tensor subclass that wraps other tensors and does not define how it is
-            gathered, or is a DTensor that is not over another axis of the same mesh.
+            one in another unit, or is a DTensor that is not over another axis of the same mesh. Or its tensor subclass
+            wraps other tensors and does not define how it is gathered.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, mesh, shard_placement_fn)

@@ -29,8 +29,8 @@ class MixedPrecisionPolicy:
         buffer_dtype: dtype to which floating-point buffers are cast once, when the unit is made.
         gather_as: `torch.int8` or `torch.bfloat16`, the format in which parameters are sent for unsharding. Every rank
             then computes with the rounded values; sharded parameters and checkpoints stay exact. The feature that
-            registers packings documents the error. It has no effect on weights that are never cast, or if ranks share
-            memory.
+            registers the formats documents the rounding error. `gather_as` has no effect on weights that are never
+            cast, or if ranks share memory.
         reduce_as: the format in which gradients are sent along the shard axis. They are still summed in `reduce_dtype`.
         param_dtype_override_fn: called for each parameter; returns its `param_dtype`, or None for the default.
 

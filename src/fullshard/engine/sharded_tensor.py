@@ -35,7 +35,7 @@ class SpreadTensor(DTensor):
 
 
 class ShardedTensor(SpreadTensor):
-    """A DTensor of which each rank stores an interval of the flattened elements, shape (n,).
+    """A DTensor that stores, on each rank, an interval of the flattened elements, shape (n,).
 
     Args:
         local: this rank's interval.

@@ -128,7 +128,7 @@ class UnshardedGradient:
             if found != self._storage_id and (index == failed or is_filled):
                 raise LifecycleError(
                     f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: forward assigned other "
-                    f"data ({held[index].dtype}) to it, which the optimizer would never update",
+                    f"data ({held[index].dtype}) to it, and the optimizer would never update this data",
                     hint="if the layer assigns `.data` in forward to cast its parameters, cast it before sharding",
                 )
 

@@ -104,7 +104,7 @@ KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Compose
 
 
 class ShardedModule(AccumulationMethods, ConsistencyMethods, ConversionMethods, NonFiniteMethods, TorchMethods):
-    """Mixin with the public methods of every sharded module: those of torch's `fully_shard` and of the features."""
+    """Mixin with the public methods of every sharded module, from torch's `fully_shard` and from the features."""
 
 
 FSDPModule = ShardedModule

@@ -43,8 +43,8 @@ class EMA:
         decay: the fraction of the old average that an update keeps, from 0 to 1. The first update copies the weights.
             It can also be a function of the number of earlier updates: `lambda t: t / (t + 1)` computes the plain
             mean, and `lambda t: min(0.9999, (1 + t) / (10 + t))` warms up.
-        device: device of the averages, for example `cpu`; by default, that of the weights.
-        key: name of the averages in a checkpoint, needed if one model has several.
+        device: device of the averages, for example `cpu`; by default, the device of the weights.
+        key: name of the averages in a checkpoint, needed if one model has several averages.
 
     Attributes:
         updates: number of updates so far.

@@ -32,10 +32,10 @@ _is_armed: list[bool] = []
 def should_stop() -> bool:
     """Return whether all ranks must now save and exit. All ranks get the same answer after the same backward pass.
 
-    The first call installs handlers for SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which keep their usual effect
-    until then. Call it once before a loop whose DataLoader has worker processes, so that they inherit the handlers;
-    otherwise a SIGUSR1 that is sent to all processes would end them. A second signal ends the process immediately. Call
-    it after every step, on every rank.
+    The first call installs handlers for SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2. Until then, these
+    signals keep their usual effect. Call `should_stop` after every step, on every rank. If a DataLoader has worker
+    processes, also call it once before the loop. The workers then inherit the handlers; otherwise a SIGUSR1 that is
+    sent to all processes would end them. A second signal ends the process immediately.
     """
     listen()
     if STOPPING.is_agreed:

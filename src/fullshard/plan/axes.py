@@ -171,14 +171,14 @@ def dealt(model: ModelShape, job: Job) -> ModelShape:
     if job.experts != "grouped" and not experts:
         raise ConfigError(
             f"experts {job.experts} says how experts compute, but {model.name} has none",
-            hint="remove experts, or plan a mixture of experts",
+            hint="remove experts, or plan a mixture-of-experts model",
         )
     if job.ep == 1:
         return model
     if not experts:
         raise ConfigError(
             f"ep {job.ep} divides the experts of a model, but {model.name} has none",
-            hint="remove ep, or plan a mixture of experts",
+            hint="remove ep, or plan a mixture-of-experts model",
         )
     if uneven := [number for number in experts if number % job.ep]:
         raise ConfigError(

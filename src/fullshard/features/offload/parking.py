@@ -171,17 +171,17 @@ class Parking(Extension):
 def park(model: nn.Module, optimizer: Optimizers = None, *, keep: Literal["weights"] | None = None) -> None:
     """Move everything that a sharded model and its optimizer keep on the device to page-locked host memory.
 
-    The memory goes back to the driver, so that another program or an inference engine can use it. Training continues
-    after `unpark` bit for bit as without parking, also in the middle of a gradient accumulation. Call both on every
-    rank. Neither communicates. If the model is already parked, tensors that are still on the device are parked as well.
+    The memory is returned to the driver, so that another program or an inference engine can use it. After `unpark`,
+    training is bit-identical to a run without parking, even in the middle of gradient accumulation. Call both
+    on every rank. Neither communicates. A second call to `park` parks the tensors that are still on the device.
 
     While the model is parked, its parameters, gradients and optimizer state are on the host, and a checkpoint can be
-    saved. On a CPU no memory moves, and the errors are the same.
+    saved. On a CPU no memory moves, but the same errors are raised.
 
     Args:
         model: a model with sharded modules.
         optimizer: one optimizer or several, whose state moves as well. An `EMA` counts as one.
-        keep: `weights` leaves on the device what a forward without gradients needs: weights and buffers.
+        keep: `weights` leaves the weights and buffers, which a forward without gradients needs, on the device.
 
     Raises:
         ConfigError: `keep` has another value.

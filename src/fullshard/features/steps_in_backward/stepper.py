@@ -60,8 +60,8 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
 
     Raises:
         OptimizerError: The optimizer cannot be stepped in parts, holds no sharded parameter, or shares a parameter with
-            another optimizer that steps in backward; it has float16 parameters with loss-scaled gradients;
-            or its state is offloaded.
+            another optimizer that steps in backward. Or its state is offloaded, or its float16 parameters have
+            loss-scaled gradients.
     """
     check_optimizer(optimizer)
     name = type(optimizer).__name__
