@@ -302,6 +302,7 @@ def test_a_stream_cannot_be_uneven() -> None:
 
 
 def test_the_order_that_was_not_asked_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    Accelerator(cpu=True).prepare(DataLoader(numbers(4), shuffle=True))
     made = accelerator(use_seedable_sampler=False)
     made.prepare(DataLoader(numbers(4)))
     assert "use_seedable_sampler" not in capsys.readouterr().err

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.core.journal import read_journal
-from fullshard.launch.failures import failure_report
+from fullshard.launch.failures import failure_report, what_others_said
 from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.scene import is_of_a_hang, is_of_a_loss
 from tests.launching import LAUNCH, alive, free_port, read, started, started_into, wait_until
@@ -38,6 +38,7 @@ if rank == "1":
 fullshard.should_stop()
 (directory / f"listens{rank}").write_text("yes")
 environment = init_process_group_from_environment(torch.device("cpu"))
+fullshard.record_events(directory)
 model = torch.nn.Linear(8, 1)
 fullshard.fully_shard(model)
 for step in range(10**6):
@@ -75,6 +76,8 @@ def test_a_request_reaches_whoever_listens(job: Path) -> None:
         assert not (job / "listens1").exists(), "rank 1 listens later"
         assert launcher.wait(timeout=60) == PREEMPTED
     assert read(job / "saved0") == read(job / "saved1") != ""
+    said = [event["message"] for event in read_journal(job) if event["kind"] == "preemption"]
+    assert said[-1] == "saved and stopped because of a signal"
 
 
 def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(job: Path) -> None:
@@ -272,3 +275,16 @@ def test_what_ends_a_rank_that_has_failed_is_not_the_cause(tmp_path: Path) -> No
         failure = ProcessFailure(local_rank=0, pid=7, exitcode=-signal.SIGABRT, error_file=str(path))
         assert failure_report(0, failure, world_size=2).endswith(f"(process 7 on {socket.gethostname()}) {said}")
         path.unlink(missing_ok=True)
+
+
+def test_of_a_killed_rank_others_are_quoted_if_they_name_it(tmp_path: Path) -> None:
+    """They may first have noticed the end of processes that ended because of it."""
+    failures = {rank: ProcessFailure(0, pid=rank + 70, exitcode=-9, error_file="") for rank in range(3)}
+    for rank, gone in ((0, 1), (1, 2)):
+        path = tmp_path / f"{rank}.json"
+        message = f"CommunicationError: rank {rank}, unit 'a': rank {gone} of the group (process {gone + 70}) has ended"
+        report = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": "1"}}
+        path.write_text(json.dumps({"message": report}))
+        failures[rank].error_file = str(path)
+    said = what_others_said(2, failures)
+    assert said.startswith("the others noticed it here: CommunicationError: rank 1, ") and said.count("\n") == 1

@@ -176,6 +176,7 @@ class Accelerator(Loaders, Reporting):
             self._say(note)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self._has_loader_config = dataloader_config is not None
         self.rng_types = _check_rng_types(rng_types)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None:  # also for logs, unless the script configures another directory

@@ -28,7 +28,7 @@ class Loaders(Checkpointing):
 
     device_placement: bool
     rng_types: set[str]
-    _is_joined = False
+    _has_loader_config = _is_joined = False
     _said: frozenset[str] = frozenset()
 
     def prepare_data_loader(
@@ -136,8 +136,12 @@ class Loaders(Checkpointing):
             self._say(message)
 
     def _say_order(self, loader: DataLoader[Any]) -> None:
-        """Report once that `use_seedable_sampler=False` has no effect, if the script set it."""
-        if not self.dataloader_config.use_seedable_sampler and hasattr(sampler_of(loader), "generator"):
+        """Report once that `use_seedable_sampler=False` has no effect, if the script has set a configuration."""
+        if (
+            self._has_loader_config
+            and not self.dataloader_config.use_seedable_sampler
+            and hasattr(sampler_of(loader), "generator")
+        ):
             self._say_once(
                 "use_seedable_sampler=False has no effect: the order of samples depends only on the seed and the "
                 "epoch; Accelerate gives the same order with use_seedable_sampler=True"

@@ -45,10 +45,11 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
     Attributes:
         memory: host memory for the copies of this rank's share of the checkpoint. It is reused by later saves.
+        title: what a message calls a save that failed, instead of the checkpoint and its path.
     """
 
     def __init__(self) -> None:
-        self.memory = HostMemory()
+        self.memory, self.title = HostMemory(), ""
         self._ranks: Ranks | None = None
         self._background: Ranks | None = None
         self._thread: threading.Thread | None = None
@@ -141,7 +142,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if self._error is None:
             return
         sys.stdout.flush()
-        print(f"fullshard: the checkpoint {self._path} was not saved: {self._error}", file=sys.stderr, flush=True)  # noqa: T201
+        what = self.title or f"the checkpoint {self._path}"
+        print(f"fullshard: {what} was not saved: {self._error}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(1)  # an exception here would be printed, but the exit code would still be 0
 
 

@@ -87,6 +87,7 @@ class MemoryCopies(AbstractContextManager["MemoryCopies"]):
         self._hosts = HostGrid(environment.rank, environment.world_size, environment.local_world_size)
         self._say = say or (lambda line: print(f"fullshard: {line}", file=sys.stderr, flush=True))  # noqa: T201
         self._saver = AsyncSaver()
+        self._saver.title = "the next copy in host memory"
         self._ranks: Ranks | None = None
         self._begun = self._due = 0
         self._copied: int | None = None  # the step of the latest complete copy
@@ -134,7 +135,8 @@ class MemoryCopies(AbstractContextManager["MemoryCopies"]):
             except DamagedError as error:
                 self._tell(f"skipping the copy {name} in host memory: {error}")
                 continue
-            self._tell(f"copies in host memory: found, verified and loaded in {time.perf_counter() - began:.2f} s")
+            step, seconds = int(name.split("-")[1]), time.perf_counter() - began
+            self._tell(f"copies in host memory: step {step} found, verified and loaded in {seconds:.2f} s")
             self._copied = int(found["step"])
             self._due = self._copied + 1
             break

@@ -233,10 +233,7 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """Return the name in the state dict (or None) for each tensor, the missing names, and the unexpected names.
-
-    Raise `CheckpointError` if a shape differs or, if `strict`, a name is missing or unexpected.
-    """
+    """Return each tensor's name in the state dict or None, and the missing and unexpected names, or raise an error."""
     given = {clean_name(name): name for name in state_dict}
     names: list[str | None] = []
     missing, problems = [], []

@@ -193,7 +193,7 @@ class Ranks:
             with Waiting(f"a checkpoint, {doing}", [group]):
                 yield
         except CommunicationError as error:
-            why = PROGRESS.watcher.reason(error.__cause__) if isinstance(error.__cause__, RuntimeError) else error
+            why = PROGRESS.watcher.reason(error.__context__) if isinstance(error.__context__, RuntimeError) else error
             raise CheckpointError(
                 f"lost the other ranks while {doing}: {why}", hint="look at the log of the rank that stopped first"
             ) from error

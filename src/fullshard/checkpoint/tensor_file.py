@@ -63,12 +63,7 @@ class TensorEntry:
 
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return `entries` in the order in which a file stores them.
-
-    Tensors with the widest elements come first, which keeps every tensor aligned to its dtype. Among tensors of the
-    same width, those with a single element come first. They are step counts, which every rank reads. Because they are
-    stored together, a rank can read them in one chunk.
-    """
+    """Return `entries` in a file's order: wide elements first, which aligns all, and among these single elements."""
     return sorted(entries, key=lambda entry: order_key(entry.dtype, entry.shape))
 
 

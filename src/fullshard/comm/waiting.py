@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.core.errors import CommunicationError, FullshardError
 
-_HINT = "check whether another rank failed first or does not reach this point"
+_HINT = "check whether another rank failed first, or runs other code (such as below `if rank == 0:`)"
 _STEP_HINT = "check whether another rank failed first, had fewer batches, or took another path through the model"
 
 
@@ -129,7 +129,7 @@ class Waiting:
             step = "" if self.step is None else f" (step {self.step} of this process)"
             raise CommunicationError(
                 f"rank {rank}, {self._what}: {why}{step}", hint=_HINT if self.step is None else _STEP_HINT
-            ) from error
+            ) from (error if why is error else None)  # what closed sockets say would only mislead
         if error is not None and self.step is None:  # within a step, the failed forward or backward reports it
             PROGRESS.watcher.failed(self._groups, self._what, error)
 

@@ -22,6 +22,8 @@ def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
     """Quote up to two messages of other ranks that noticed the end of `rank`, if `rank` itself left no report."""
     others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
     lines = [message.partition("\n")[0] for message in others.values() if message]
+    gone = f"(process {failures[rank].pid}"  # not the processes that ended because of it
+    lines = [line for line in lines if gone in line or "(process " not in line]
     return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])
 
 

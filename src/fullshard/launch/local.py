@@ -236,6 +236,9 @@ class Agent(LocalElasticAgent):
                 if cause is None and events and events[-1]["kind"] != Happening.END:
                     self._note(Happening.END)  # the script did not call `end_training`
                 return 0
+            path, whose = told_by_processes(self._preemption), "" if self._asked else " to a rank"
+            if path and "saved and stopped" not in str([*read_journal(path)][-1:]):  # the recipes and Trainer record it
+                self._note(Happening.PREEMPTION, f"saved and stopped because of a signal{whose}")
             say(
                 f"the {plural(self._job.nproc, 'process')} on this host stopped because of a signal; restart the job "
                 "to continue"

@@ -159,6 +159,7 @@ def test_a_rank_that_sleeps_is_named_and_nobody_else(tmp_path: Path) -> None:
     assert all(paces[rank].computing < 0.12 and paces[rank].waiting > 0.05 for rank in (0, 2))
     events = [event for event in read_journal(tmp_path) if event["kind"] == "slow"]
     assert [event["rank"] for event in events] == [1] and events[0]["computing"] > events[0]["median"]
+    assert f"rank 1 (process {events[0]['pid']} on {events[0]['host']})" in lines[0]
 
 
 def test_of_two_ranks_the_one_with_more_beside_the_steps_is_not_slow(tmp_path: Path) -> None:

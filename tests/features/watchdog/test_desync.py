@@ -167,7 +167,7 @@ def have_one_more(comm: str, after: str) -> str:
         else:
             collectives.all_gather_object([rank])
     except RuntimeError as error:
-        return str(error)
+        return str(error) if error.__cause__ is None else f"{error} because of {error.__cause__}"
     return ""
 
 
@@ -176,13 +176,31 @@ def have_one_more(comm: str, after: str) -> str:
 )
 def test_a_batch_more_is_told_while_the_other_rank_lives(comm: str, after: str) -> None:
     other = {"gather": "waits in gathering objects", "barrier": "waits in torch's barrier"}[after]
-    here = LINE.format("have_one_more")
+    here, call = LINE.format("have_one_more"), r" \(all_gather_object\)" * (after == "gather")
     begin = time.monotonic()
-    _, told = run_ranks(have_one_more, 2, comm, after)
+    _, told, _ = run_ranks(have_one_more, 3, comm, after)
     assert time.monotonic() - begin < 100
-    assert told.startswith("rank 1, the outermost unit, unshard: ") and "ranks are out of step: rank 0 (" in told
-    assert re.search(rf"rank 0 \(.*\) {other}{here}.*; rank 1 \(.*\) waits in the outermost unit, unshard{here}", told)
-    assert "hint: check whether another rank failed first, had fewer batches" in told
+    assert told.startswith(
+        "rank 1, the outermost unit, unshard: ranks are out of step: rank 1 is alone, the others are "
+    )
+    assert re.search(
+        rf"rank 0 \(.*\) {other}{here}{call}.*; rank 1 \(.*\) waits in the outermost unit, unshard{here}", told
+    )
+    assert "hint: check whether another rank failed first, had fewer batches" in told and "because of" not in told
+
+
+def shard_another_model() -> str:
+    """What a rank is told whose model has a layer less than the other's."""
+    rank, _ = rank_and_size()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2 + rank)])
+    with pytest.raises(CommunicationError) as caught:
+        shard_model(model, unit_modules=[model[0]], sync_module_states=True)
+    return str(caught.value)
+
+
+def test_parameters_that_one_rank_lacks_are_named() -> None:
+    for told in run_ranks(shard_another_model, 2):
+        assert "rank 0 has [no further parameter], but rank 1 has [2.weight (8, 8)]" in told
 
 
 MORE = ("more batches", "more micro-batches")

@@ -257,7 +257,7 @@ def test_every_wait_of_a_step_is_told() -> None:
     """Where another rank does not come it is named, and the wait is ended."""
     for said in run_ranks(waits_of_a_step, 2):
         assert said.count("the norm of gradients") == 1 and said.count("weights from rank 0") == 2
-        assert {"unscaling gradients", "what rank 0 does"} <= {*said}
+        assert {"unscaling gradients", "a task of rank 0"} <= {*said}
         assert any("pieces of matrices to owners" in what for what in said)
 
 

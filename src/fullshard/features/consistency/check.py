@@ -136,7 +136,8 @@ class ConsistencyCheck(Extension):
             )
             sys.stderr.write(f"fullshard: {text}\n")
             details = {"computing": pace.computing, "waiting": pace.waiting, "elsewhere": pace.elsewhere}
-            JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details, median=usual)
+            _, pid, _, host = where[pace.rank].split()
+            JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details, median=usual, pid=int(pid), host=host)
         sys.stderr.flush()
 
 

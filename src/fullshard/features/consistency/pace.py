@@ -38,10 +38,7 @@ def usual_computing(paces: Sequence[RankPace]) -> float:
 
 
 def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[RankPace]:
-    """Return the ranks whose speed is less than `SLOW` times the median speed, slowest first.
-
-    Ranks in `before`, which were already slow, count as slow until their speed reaches `SLOW_NO_MORE` times the median.
-    """
+    """Return the slow ranks, slowest first. `SLOW_NO_MORE` applies to those in `before`, which were slow already."""
     usual = usual_computing(paces)
     limits = {pace.rank: SLOW_NO_MORE if pace.rank in before else SLOW for pace in paces}
     found = [p for p in paces if p.computing * limits[p.rank] > usual and p.computing - usual > LEAST_SECONDS]

@@ -5,7 +5,7 @@ broadcast from rank 0. No rank therefore ever holds more than one unsharded unit
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -108,7 +108,10 @@ def materialize(
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         real = [slot.parameter for slot in plan.slots if id(slot) not in deferred]
         parameters = [tensor for parameter in real for tensor in kind_of(parameter).tensors(parameter)]
-        take_from_rank_0(parameters + buffers, mesh)
+        names = {id(module): f"{name}." for name, module in model.named_modules()}
+        owners = [(*slot.owners[0], tuple(slot.parameter.shape)) for slot in plan.slots]
+        told = [f"{names.get(id(owner), '')}{attribute} {shape}" for owner, attribute, shape in owners]
+        take_from_rank_0(parameters + buffers, mesh, told)
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
@@ -179,12 +182,14 @@ def _default_init(model: nn.Module, roots: Iterable[nn.Module]) -> InitFunction:
     return init
 
 
-def take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
+def take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh, names: Sequence[str] = ()) -> None:
     """Copy the values of the mesh's first rank to all its ranks, in place. All ranks must call this."""
     if mesh.world_group is None:
         return
     lines = [f"tensor {i}: {tuple(t.shape)} {t.dtype}" for i, t in enumerate(tensors)]
-    mesh.check_agreement(lines, what="the parameters and buffers to take from rank 0")
+    mesh.check_agreement(
+        [*names, *["no further parameter"] * bool(names), *lines], what="the parameters and buffers to take from rank 0"
+    )
     for tensor in tensors:
         whole = tensor.contiguous()
         with Waiting("weights from rank 0", [mesh.world_group]):  # the timeout applies to each tensor

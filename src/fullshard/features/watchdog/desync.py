@@ -162,10 +162,7 @@ class DesyncDetection(Extension):
             self.compare()
 
     def compare(self) -> None:
-        """Compare what the ranks have done since the last step, and raise an error if it differs. This is a collective.
-
-        If ranks read a loader in different orders, warn only once, because some scripts do so on purpose.
-        """
+        """Compare what all ranks have done since the last step. Raise an error, or warn once of orders of a loader."""
         steps = self.model.optimizer_steps
         lines = [f"errors in forward or backward: {self._failures}", f"optimizer steps of this process: {steps}"]
         lines += [f"backward {self._backwards + 1} since the last of them"]

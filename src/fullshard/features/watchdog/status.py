@@ -51,13 +51,16 @@ def waits(status: Status) -> bool:
 
 def parted(statuses: dict[int, Status]) -> str:
     """Return an error message if all ranks are waiting, but in different places, or else an empty string."""
-    places: dict[tuple[str, int], int] = {}
+    places: dict[tuple[str, int], list[int]] = {}
     for rank, status in sorted(statuses.items()):
         what = status.get("what") if status.get("is_waiting") else status.get("collective")
         if not what:
             return ""
-        places.setdefault((what, status["step"]), rank)
-    told = "; ".join(described(rank, statuses[rank]) for rank in list(places.values())[:_NAMED])
+        places.setdefault((what, status["step"]), []).append(rank)
+    told = "; ".join(described(ranks[0], statuses[ranks[0]]) for ranks in list(places.values())[:_NAMED])
+    alone = [ranks[0] for ranks in places.values() if len(ranks) == 1 < len(statuses) - 1]
+    if len(alone) == 1:  # first, because texts are cut at the end
+        told = f"rank {alone[0]} is alone, the others are together: {told}"
     return f"ranks are out of step: {told}" if len(places) > 1 else ""
 
 

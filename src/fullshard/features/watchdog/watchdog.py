@@ -273,7 +273,7 @@ class Watchdog(Watcher):
             self._say(idle, others)
 
     def _tell_status(self) -> Status:
-        above, script, busy, is_waiting = list[str](), list[str](), "", PROGRESS.is_waiting
+        above, script, busy, is_waiting, call = list[str](), list[str](), "", PROGRESS.is_waiting, ""
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
         collective = status.collective(frame)
         local = None if frame is None else frame.f_locals.get("group")  # torch uses this name everywhere
@@ -282,7 +282,10 @@ class Watchdog(Watcher):
             busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
             if not file.startswith(_LIBRARIES) and (is_of_script(file) or not (script or is_waiting)):
                 place = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                place += call if is_of_script(file) and not script else ""
                 (script if is_of_script(file) else above).append(place)
+            is_ours = file.startswith(_LIBRARIES[1]) and not frame.f_code.co_name.startswith("_")
+            call = f" ({frame.f_code.co_name})" if is_ours else ""
             frame = frame.f_back
         here = [*above[: 1 if script else _FRAMES], *script][:_FRAMES]
         busy = "" if is_waiting else busy
