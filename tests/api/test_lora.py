@@ -469,6 +469,22 @@ def test_fullshard_merge_is_bitwise_pefts(tmp_path: Path, case: str) -> None:
     compare_bitwise(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected)
 
 
+def test_fullshard_merge_with_another_base_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from fullshard.cli.main import app
+
+    whole_and_adapter(tmp_path, "plain")
+    shutil.copytree(tmp_path / "base", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    for base, says in (("base", False), ("copy", True)):  # PEFT would warn of both, and pytest raise it
+        done = CliRunner().invoke(app, ["merge", base, "adapter", f"of_{base}"], catch_exceptions=False)
+        assert done.exit_code == 0 and ("warning: adapter was trained on" in done.stderr) is says, done.stderr
+    with pytest.raises(ConfigError, match="adapter is an adapter, but the first argument is the base model") as error:
+        CliRunner().invoke(app, ["merge", "adapter", "base", "out"], catch_exceptions=False, standalone_mode=False)
+    assert error.value.hint == "use fullshard merge base adapter out"
+
+
 @pytest.mark.filterwarnings("ignore:Setting `save")
 def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
     """They are not JSON, no model's or adapter's, or cut: each library has errors of its own for that."""

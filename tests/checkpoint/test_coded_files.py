@@ -285,6 +285,7 @@ def check_merge(path: Path, targets: dict[str, Any], reference: Any) -> None:
     model.save_pretrained(path / "adapter")
     run = CliRunner().invoke(app, ["merge", *(str(path / name) for name in ("base", "adapter", "merged"))])
     assert run.exit_code == 0, run.output
+    assert "was trained on" not in run.stderr
     merged = model.merge_and_unload()
     read = AutoModelForCausalLM.from_pretrained(path / "merged")
     assert getattr(read.config, "quantization_config", None) is None

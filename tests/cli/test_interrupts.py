@@ -129,6 +129,6 @@ def _write_weights(directory: Path, *, nbytes: int) -> None:
 
 @pytest.mark.full
 def test_ctrl_c_ends_a_chat(model: Path, tmp_path: Path) -> None:
-    waits = f"{model} has no chat template and continues the text that you enter; an empty line ends the talk"
+    waits = f"{model} has no chat template and continues the text that you enter; an empty line ends the chat"
     _, output = _interrupted(COMMAND, "chat", str(model), cwd=tmp_path, after=waits)
     assert output == "fullshard: interrupted\n"

@@ -245,8 +245,22 @@ def test_a_recipe_is_planned_again_as_it_was(tmp_path: Path) -> None:
     assert "Qwen3-8B is the planner's name: replace it" in (tmp_path / "my.yaml").read_text()
     again = run("-m", "Qwen3-8B", "-d", "RTX4090", "--config", str(tmp_path / "my.yaml"), "--json")
     first, second = (json.loads(done.stdout) for done in (written, again))
-    assert (second["job"], second["memory"]) == (first["job"], first["memory"])
-    assert any("its sections sft and train are not read" in note for note in second["notes"])
+    assert (second["job"], second["memory"]) == (first["job"] | {"lora_rank": 8}, first["memory"])
+    assert any("of its section sft" in note for note in second["notes"])
+
+
+def test_flags_win_over_a_recipe_and_its_arguments_of_sft_over_its_plan(tmp_path: Path) -> None:
+    """Its model and devices are those of the section plan, unless flags say otherwise."""
+    path = tmp_path / "my.yaml"
+    run_here("recipe", "copy", "llama-3.1-8b-qlora-2x24gb", str(path))
+    path.write_text(path.read_text().replace("max_length: 4096", "max_length: 1024").replace("lora_r: 8", "lora_r: 4"))
+    alone, longer = (
+        run("--config", str(path), *words, "--json") for words in (("-d", "1xRTX4090"), ("--seq-len", "9"))
+    )
+    first, second = (json.loads(done.stdout) for done in (alone, longer))
+    assert (first["devices"]["count"], first["job"]["seq_len"], first["job"]["lora_rank"]) == (1, 1024, 4)
+    assert any("my.yaml starts 2 processes: start 1 with --num_processes 1" in note for note in first["notes"])
+    assert (second["devices"]["count"], second["job"]["seq_len"], second["model"]["name"]) == (2, 9, "Llama-3.1-8B")
 
 
 @pytest.mark.parametrize("words", [("-d", "1 x A100-80"), ("-d", "A100-80", "--hosts", "1")])
@@ -476,8 +490,9 @@ def test_accelerate_yaml_is_planned_as_it_is(tmp_path: Path) -> None:
     assert values["job"]["strategy"] == "SHARD_GRAD_OP"
     assert values["job"]["checkpointing"] == "full"
     assert not any("precision" in note for note in values["notes"])
-    wrong = run("-m", "GPT-2", "-d", "4xA100", "--config", str(path))
-    assert wrong.returncode == 2 and "starts 8 processes" in wrong.stderr
+    other = json.loads(run("-m", "GPT-2", "-d", "4xA100", "--config", str(path), "--json").stdout)
+    assert other["devices"] == {"kind": "A100-80", "count": 4, "hosts": 1}
+    assert any("starts 8 processes: start 4 with --num_processes 4" in note for note in other["notes"])
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ use_cpu: false
 }
 """,
 }
-"""Files that people bring from Accelerate and DeepSpeed."""
+FILES["my.yaml"] = (DOCS.parent / "recipes" / "llama-3.1-8b-qlora-2x24gb.yaml").read_text(encoding="utf-8")
+"""Files that people bring from Accelerate and DeepSpeed, and a recipe."""
 
 
 def _sentences(text: str) -> list[str]:
@@ -190,6 +191,24 @@ def test_a_recipe_is_copied_and_trains(place: Path, name: str, model: str) -> No
     [output] = [path.parent for path in (place / "out").glob("*/adapter_model.safetensors")]
     run(f"fullshard merge {model} {output} out/merged", place, proof=False)
     assert (place / "out" / "merged" / "model.safetensors").exists()
+
+
+def test_the_template_marks_the_answers() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    inner = Tokenizer(models.WordLevel({token: at for at, token in enumerate([*tokens, "?"])}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", additional_special_tokens=tokens[1:])
+    [tokenizer.chat_template] = blocks(DOCS / "sft.md", "jinja")
+    asked, answered = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
+    text = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+    turns = [f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant")]
+    assert text == f"<s>{turns[0]}U<|eot_id|>{turns[1]}"
+    form = {"return_dict": True, "return_assistant_tokens_mask": True}
+    read = tokenizer.apply_chat_template([asked, answered], **form)
+    assert tokenizer.convert_ids_to_tokens(read["input_ids"][-2:]) == ["?", "<|eot_id|>"]
+    assert read["assistant_masks"][-2:] == [1, 1] and sum(read["assistant_masks"]) == 2
 
 
 @pytest.mark.full

@@ -113,6 +113,7 @@ def test_trainer_is_resumed(place: Path) -> None:
     falls(run(f"{first} --max_steps 30 --save_steps 20", place))
     for steps, resume in ((40, "true"), (50, "out/trainer/checkpoint-40")):
         output = run(f"{first} --max_steps {steps} --save_steps 20 --resume_from_checkpoint {resume}", place)
+        assert re.search(r"fullshard: resume: from \S+/checkpoint-\d+, after step \d+\n", output)
         assert len(LOSS.findall(output)) == 1, output
     assert len(LOSS.findall(run(f"{first} --max_steps 20 --resume_from_checkpoint False", place))) == 2
 

@@ -178,6 +178,8 @@ def test_every_flag_on_a_pages_command_line_is_that_commands() -> None:
             for word in words[2:]:
                 if command in ("launch", "rehearse") and (word.endswith(".py") or word in ("-m", "SCRIPT")):
                     break  # what follows is the script's own
+                if command == "rehearse" and word.endswith(".yaml"):
+                    break  # what follows is `fullshard sft`'s
                 if word == "--":
                     known = _flags_of("launch")
                 if word.startswith("--") and len(word) > 2:

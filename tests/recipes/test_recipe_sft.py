@@ -187,6 +187,8 @@ def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> N
 
     # as it is written, on two ranks: all but the push, for there is no network
     said = launch("verbatim", 2, {}, fails=True)
+    assert not re.search(r"_C_mxfp8|register_constant|gemm_4bit_forward|is deprecated", said)
+    assert f"fullshard: adapter: {tmp_path / 'verbatim'}; try it with: fullshard chat" in said
     for flag in ("append_concat_token", "add_special_tokens", "use_flash_attn", "dataset_text_field"):
         assert f"--{flag} has no effect" in said
     assert f"the model is saved in full in {tmp_path / 'verbatim'}, but pushing it to the hub failed" in said
@@ -325,7 +327,7 @@ launch: {{num_processes: 2, device: cpu}}
     assert torch.allclose(found, expected, atol=1e-5) and (expected - before).abs().max() > 1e-3
     words = [sys.executable, "-m", "fullshard", "chat", str(output), "--max-new-tokens", "4"]
     talk = subprocess.run(words, input="hi\n", capture_output=True, text=True, timeout=120, check=False)
-    assert talk.returncode == 0 and f"{output} talks" in talk.stderr, talk.stderr[-2000:]
+    assert talk.returncode == 0 and f"{output} answers" in talk.stderr, talk.stderr[-2000:]
 
 
 @pytest.mark.full
@@ -348,7 +350,7 @@ def test_a_chat_template_is_saved_with_the_model(tmp_path: Path, place: Path) ->
         assert saved.chat_template == expected and ("<|turn|>" in saved.get_vocab()) == (source == "donor")
         words_of_chat = [sys.executable, "-m", "fullshard", "chat", str(output), "--max-new-tokens", "4"]
         talk = subprocess.run(words_of_chat, input="hi\n", capture_output=True, text=True, timeout=120, check=False)
-        assert talk.returncode == 0 and f"{output} talks" in talk.stderr, talk.stderr[-2000:]
+        assert talk.returncode == 0 and f"{output} answers" in talk.stderr, talk.stderr[-2000:]
 
 
 def train_and_push(arguments: list[str]) -> list[str]:
@@ -435,6 +437,18 @@ def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
     arguments.model.model_name_or_path = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"cannot read the tokenizer of '.*nothing'"):
         sft.load_tokenizer(arguments)
+    arguments.model.model_name_or_path = "Llama-3.1-8B"
+    with pytest.raises(ConfigError, match="cannot read the tokenizer") as error:
+        sft.load_tokenizer(arguments)
+    assert "is the planner's name" in str(error.value.hint)
+
+
+def test_a_misspelt_data_set_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "chats" / "train.jsonl", CHAT)
+    with pytest.raises(DataError, match="chat cannot be read") as error:
+        loaded(Path("chat"))
+    assert error.value.hint == "./chat does not exist; did you mean chats?"
 
 
 def test_one_file_is_trained_on_and_not_evaluated_on(tmp_path: Path) -> None:
@@ -654,11 +668,13 @@ def test_a_launcher_starts_again_what_was_killed(tmp_path: Path, place: Path, mo
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "out/checkpoint-2"], "begun"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "True"], "begun"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--save_only_model", "True"], "begun"),
-        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, [], "begun"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, [], "would start at step 1 and replace it"),
+        ({}, [], "out holds checkpoint-2 from an earlier run, and this run would start at step 1"),
+        ({}, ["--resume_from_checkpoint", "False"], "begun"),
         ({}, ["--resume_from_checkpoint", "out/checkpoint-1"], "begun"),
     ],
 )
-def test_what_may_be_started_again_does_not_begin_beside_other_checkpoints(
+def test_a_run_does_not_begin_beside_checkpoints_of_another_run(
     tmp_path: Path, environment: dict[str, str], words: list[str], begun: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fullshard.recipes import sft

@@ -158,11 +158,7 @@ def copy_module(
     *,
     deep: bool = True,
 ) -> nn.Module:
-    """Return a copy of `module`, without its hooks, in which each tensor is replaced by the result of `replace`.
-
-    Tied tensors stay tied. `made` holds the new tensors, keyed by the ids of the old ones. Tensors that it already
-    holds are reused, and new ones are added. If `deep` is false, submodules are not copied.
-    """
+    """Return a copy of `module` without hooks, with `made[id(tensor)]`, or else `replace(tensor)`, for each tensor."""
 
     def tensor(old: torch.Tensor | None) -> torch.Tensor | None:
         if old is None:

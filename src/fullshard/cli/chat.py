@@ -23,7 +23,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="Length of an answer in tokens.", min=1)] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Talk to a model that was trained. An empty line ends the talk.
+    """Chat with a model that was trained. An empty line ends the chat.
 
     A model without a chat template continues the text that you enter.
     """
@@ -38,8 +38,8 @@ def chat(
     if system and not has_template:
         raise ConfigError(f"{model} has no chat template, so --system has no effect", hint="omit --system")
     turns = [{"role": "system", "content": system}] if system else []
-    what = "talks" if has_template else "has no chat template and continues the text that you enter"
-    typer.echo(f"{model} {what}; an empty line ends the talk", err=True)
+    what = "answers" if has_template else "has no chat template and continues the text that you enter"
+    typer.echo(f"{model} {what}; an empty line ends the chat", err=True)
     while said := _read():
         turns.append({"role": "user", "content": said})
         form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fullshard.cli.options import Dtype, MaxShardSize, Output, Overwrite, path_word
+from fullshard.core.errors import ConfigError
 
 
 def merge(
@@ -23,7 +24,15 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Merge a LoRA adapter into its base model. Memory holds one layer and the adapter, whatever the model's size."""
-    from fullshard.checkpoint.offline.merged import write_merged
+    from fullshard.checkpoint.offline.merged import ADAPTER_CONFIG, base_of, write_merged
+    from fullshard.checkpoint.weight_files import model_directory
 
-    write_merged(base, adapter, output, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
+    if (Path(base) / ADAPTER_CONFIG).is_file() and not (adapter / ADAPTER_CONFIG).is_file():
+        what = f"{base} is an adapter, but the first argument is the base model"
+        raise ConfigError(what, hint=f"use fullshard merge {adapter} {base} {output}")
+    directory, trained_on = model_directory(base), base_of(adapter)
+    if trained_on not in (None, base) and Path(str(trained_on)).resolve() != directory.resolve():
+        message = f"{adapter} was trained on {trained_on}. The result is only correct if {base} has the same weights."
+        typer.echo(f"warning: {message}", err=True)
+    write_merged(directory, adapter, output, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
     typer.echo(f"wrote {output}")

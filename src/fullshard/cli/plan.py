@@ -112,13 +112,15 @@ def plan(
         if model is None:
             return
         devices = devices or (f"2x{calibrate}" if config is None else str(calibrate))
+    from fullshard.plan.ask import ask, section_plan
+
+    recipe = section_plan(config)
+    model, devices = model or recipe.get("model"), devices or recipe.get("devices")
     if model is None:
         raise ConfigError(
             "the option --model is required",
             hint="pass a model name, for example --model Llama-3.1-8B, or the path of a config.json",
         )
-    from fullshard.plan.ask import ask
-
     about: dict[str, Any] = {"hosts": hosts, "config": config, "host_memory": host_memory}
     answer = ask(model, devices, given_settings(context, settings), auto=auto, margin=margin, price=price, **about)
     if write is not None and answer.fits:

@@ -26,7 +26,7 @@ _OF_THE_JOB = ("launch.num_processes", "launch.num_machines", "launch.machine_ra
 
 def rehearse(
     *,
-    command: Annotated[list[str], typer.Argument(metavar="-- SCRIPT.py [ARGUMENTS]", help="As for fullshard launch")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="As for launch, or sft ..., or a recipe")],
     devices: Annotated[str, DeviceName("--as", help="Number and kind of devices of the job: 64xH100")],
     rank: Annotated[int, typer.Option(min=0, help="The rank that runs")] = 0,
     steps: Annotated[
@@ -93,6 +93,8 @@ def _job(words: list[str], scratch: Path) -> tuple[list[str], dict[str, str]]:
     from fullshard.launch.plan import make_plan, script_exists
 
     line = parse(words)
+    if line.kind == "script" and (line.target == "fullshard" or Path(line.target or "").suffix in (".yaml", ".yml")):
+        line = parse(_of_a_command(words, line.target, line.arguments, scratch))
     script_exists(line)
     if line.kind == "program":
         raise ConfigError("only a Python script or module can be rehearsed", hint="remove --no_python")
@@ -106,22 +108,39 @@ def _job(words: list[str], scratch: Path) -> tuple[list[str], dict[str, str]]:
     return list(plan.command[2:]), {**plan.variables, **worker_variables(plan, scratch)}
 
 
+def _of_a_command(words: list[str], target: str | None, rest: list[str], scratch: Path) -> list[str]:
+    """Return what follows `fullshard launch` for a command line with a command of fullshard or with a recipe."""
+    from fullshard.cli.sft import RECIPE, split_words
+
+    flags, rest = words[: len(words) - len(rest) - 1], rest if target == "fullshard" else ["sft", str(target), *rest]
+    if rest[:1] != ["sft"]:
+        return [*flags, *(rest[1:] if rest[:1] == ["launch"] else ["-m", "fullshard", *rest])]
+    more, rest = split_words(rest[1:], scratch)
+    return [*flags, *more, "-m", RECIPE, *rest]
+
+
 def _lines(found: dict[str, Any]) -> list[str]:
     """Return the answer in words."""
     from fullshard.core.sizes import format_nbytes
 
-    tokens, kind = found["tokens_per_second"], found["as"].split(" x ")[1].partition(" in ")[0]
+    tokens, exposed = found["tokens_per_second"], found["exposed_seconds"]
+    kind = found["as"].split(" x ")[1].partition(" in ")[0]
     said = "" if found["planned"] is None else f" (plan: {format_nbytes(found['planned'])})"
     where = "the GPU at hand" if found["is_on_gpu"] else "this CPU; memory is what the process has grown by"
     lines = [
         f"rank {found['rank']} of {found['as']}, rehearsed for {plural(found['steps'], 'step')} on {where}",
-        f"step: {_span(found['step_seconds'])}, of which {_span(found['exposed_seconds'])} wait for communication"
+        f"step: {_span(found['step_seconds'])}"
+        + (f", of which {_span(exposed)} wait for communication" if exposed is not None else "")
         + (f"; {tokens:,.0f} tokens/s on this rank" if tokens else "")
         + (f"; MFU {found['mfu']:.1%}{', with recomputation' * bool(found['unplanned'])}" if found["mfu"] else ""),
     ]
     if not found["is_asked_device"]:
-        about = f"about {_span(found['seconds_by_plan'])} on {kind} by the plan"
-        lines.append(f"times are of the device at hand; {about if found['seconds_by_plan'] else 'there is no plan'}")
+        about = "; there is no plan" * bool(found["unplanned"])
+        if found["seconds_by_plan"]:
+            about = f"; about {_span(found['seconds_by_plan'])} on {kind} by the plan"
+        lines.append(f"times are of the device at hand{about}")
+    if exposed is None:
+        lines.append("communication: not measured, because that needs links that are not free and 6 steps (better 14)")
     if found["data_seconds"] is not None:
         lines.append(f"data: {_span(found['data_seconds'])} per step wait for the DataLoader, on average")
     waits = found["waits"].items()

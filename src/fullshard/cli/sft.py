@@ -14,7 +14,7 @@ from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_path
 
 _LAUNCH = ("num_processes", "cpu", "config_file", "quantize", "max_restarts", "grace_period", "timeout")
-_RECIPE = "fullshard.recipes.sft"
+RECIPE = "fullshard.recipes.sft"
 _USAGE = """fullshard sft [-n N] [--cpu] --model_name_or_path M --dataset_name D ...
        fullshard sft RUN.yaml [--name VALUE ...]
 
@@ -36,10 +36,8 @@ def sft(context: typer.Context) -> None:
         raise MissingExtraError("trl", extra="sft", purpose="fullshard sft")
     from fullshard.launch.scratch import scratch_directory
 
-    launch_words, words = _split_words(context.args)
     with scratch_directory("fullshard-sft-") as directory:
-        if words and not words[0].startswith("-"):
-            launch_words += _sections(local_path(words[0]), directory, launch_words)
+        launch_words, words = split_words(context.args, directory)
         if "RANK" in os.environ:
             if launch_words:
                 raise ConfigError(
@@ -51,7 +49,7 @@ def sft(context: typer.Context) -> None:
             return
         from fullshard.cli.main import app
 
-        app(["launch", *launch_words, "-m", _RECIPE, *words])
+        app(["launch", *launch_words, "-m", RECIPE, *words])
 
 
 def _print_help(*, is_complete: bool) -> None:
@@ -75,8 +73,8 @@ def _print_help(*, is_complete: bool) -> None:
     parser.print_help()
 
 
-def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into the launcher's flags and the remaining arguments."""
+def split_words(args: Sequence[str], directory: Path) -> tuple[list[str], list[str]]:
+    """Split arguments into the launcher's flags, with a copy of a file's sections in `directory`, and the others."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in _LAUNCH:
         names = [f"--{name}", f"--{name.replace('_', '-')}", *(["-n"] if name == "num_processes" else [])]
@@ -86,7 +84,10 @@ def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
     taken = [(f"--{name}", value) for name, value in vars(found).items() if value]
-    return [word for flag, value in taken for word in ((flag,) if value is True else (flag, value))], words
+    flags = [word for flag, value in taken for word in ((flag,) if value is True else (flag, value))]
+    if words and not words[0].startswith("-"):
+        flags += _sections(local_path(words[0]), directory, flags)
+    return flags, words
 
 
 def _sections(path: Path, directory: Path, launch_words: Sequence[str]) -> list[str]:

@@ -127,26 +127,42 @@ def _question(
         return Job.of(given), parse_cluster(devices, hosts, host_memory), []
 
     resolved = resolve([reading := load_file(config)])
-    batch, recipe = _micro_batch_of(reading), recipe_arguments(read_document(config), "plan")
+    batch, recipe = _micro_batch_of(reading), recipe_arguments(entries := read_document(config), "plan")
     said = {} if batch is None else {"micro_batch": batch}
+    sft: Any = next((entry.value for entry in entries if entry.key == "sft"), None) or ()
     said |= {e.key: e.plain for e in recipe or () if e.key in Job.model_fields}
+    said |= {_OF_SFT[e.key]: e.plain for e in sft if e.key in _OF_SFT and e.plain is not None}
     given |= {name: value for name, value in said.items() if name not in given}
     job = Job.from_run(resolved.config, **given)
     notes = [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH] + _unplanned(resolved)
     if recipe is not None:
-        notes.append(f"{config} is planned as its section plan says; its sections sft and train are not read")
+        of_sft = f", with {', '.join(_OF_SFT)} of its section sft" if sft else ""
+        notes.append(f"{config} is planned as its section plan says{of_sft}")
     if "precision" not in given and "precision.mode" not in resolved.settings:
         notes.append(f"{config} does not set the precision: planned in {job.compute_dtype}, as the model is stored")
     processes = resolved.config.launch.num_processes
-    if processes is not None and split_devices(devices)[0] is None:
+    number = split_devices(devices)[0]
+    if processes is not None and number is None:
         devices = f"{processes}x{devices}"  # the file sets the number, the flag the kind
-    cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines, host_memory)
-    if processes not in (None, cluster.count):
-        raise ConfigError(
-            f"{config} starts {plural(processes, 'process')}, but --devices {devices} specifies {cluster.count}",
-            hint=f"use --devices {cluster.device.name}, or change the file",
-        )
-    return job, cluster, notes
+    elif processes not in (None, number):
+        notes.append(f"{config} starts {plural(processes, 'process')}: start {number} with --num_processes {number}")
+        return job, parse_cluster(devices, hosts, host_memory), notes
+    return job, parse_cluster(devices, hosts or resolved.config.launch.num_machines, host_memory), notes
+
+
+_OF_SFT = {
+    "max_length": "seq_len",
+    "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "accumulation",
+    "lora_r": "lora_rank",
+}
+"""Arguments of `fullshard sft` in a recipe that a plan uses, and their fields of a `Job`."""
+
+
+def section_plan(config: Path | None) -> dict[str, Any]:
+    """Return the values in a recipe's section `plan`, or nothing for other files."""
+    recipe = None if config is None else recipe_arguments(read_document(config), "plan")
+    return {entry.key: entry.plain for entry in recipe or ()}
 
 
 _UNPLANNED = {

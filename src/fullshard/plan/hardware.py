@@ -5,6 +5,7 @@ import difflib
 import json
 import math
 import re
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +124,11 @@ def find_device(name: str) -> Device:
     if found is None:
         by_key = _names()
         close = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.6)
-        names = ", ".join(dict.fromkeys(by_key[key] for key in close)) if close else ", ".join(DEVICES)
+        shown = {by_key[key]: None for key in close} or DEVICES
+        names = ", ".join(f"{known} ({DEVICES[known].memory / GIB:.0f} GiB)" for known in shown)
         raise ConfigError(
             f"unknown hardware {name!r}",
-            hint=f"{'did you mean ' if close else 'use one of '}{names}; or measure it with --calibrate",
+            hint=textwrap.fill(f"{'did you mean' if close else 'use one of'} {names}; or --calibrate", 74),
         )
     return DEVICES[found]
 

@@ -92,8 +92,9 @@ def _for_sft(job: Job, model: str) -> dict[str, Any]:
     }
     if job.method != "full":
         targets = (job.lora_targets or "all-linear").split(",")
-        values |= {"use_peft": True, "lora_r": job.adapter_rank, "lora_target_modules": targets}
-        values |= {"lora_dropout": job.lora_dropout or 0.0, "load_in_4bit": job.method == "qlora"}
+        values |= {"use_peft": True, "lora_r": job.adapter_rank, "lora_alpha": 2 * job.adapter_rank}
+        values |= {"lora_target_modules": targets, "lora_dropout": job.lora_dropout or 0.0}
+        values |= {"load_in_4bit": job.method == "qlora"}
         values |= {"use_bnb_nested_quant": True} if job.method == "qlora" else {}  # as planned
     return values
 

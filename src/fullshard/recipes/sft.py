@@ -17,6 +17,7 @@ from accelerate.utils import ProfileKwargs
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline.merged import write_merged
+from fullshard.config.settings import closest
 from fullshard.core.errors import ConfigError, DataError, HubError, cut, own_errors, plural
 from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers import SFTTrainer
@@ -26,6 +27,7 @@ from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe import memory_nbytes
 from fullshard.observe.report import write_report
+from fullshard.plan.known_models import MODELS
 from fullshard.recipes.formats import converted
 from fullshard.recipes.model import muon, require_hub
 from fullshard.recipes.sft_arguments import SFTArguments, blamed, read_arguments
@@ -71,6 +73,9 @@ def run(arguments: SFTArguments) -> Any:
             say("stopped by a signal after saving a checkpoint; --resume_from_checkpoint True continues from it")
             return trainer
         trainer.save_model()
+        merge = f", merge it with: fullshard merge {arguments.model.model_name_or_path} {output} MERGED"
+        what, more = ("adapter", merge) if arguments.model.use_peft else ("model", "")
+        say(f"{what}: {output}; try it with: fullshard chat {output}{more}")
         if arguments.own.merge_adapter:
             base, hub = arguments.model.model_name_or_path, {"revision": arguments.model.model_revision}
             run_on_main(environment, lambda: write_merged(base, output, output / "merged", hub, overwrite=True))
@@ -177,6 +182,8 @@ def load_tokenizer(arguments: SFTArguments) -> tuple[Any, int]:
     """Load the tokenizer, and add the chat format's special tokens. Also return how many are new."""
     name = arguments.model.model_name_or_path
     hint = "use a Hugging Face directory or a hub name as --model_name_or_path"
+    if name in MODELS:
+        hint = f"{name} is the planner's name; use its directory, or its name on the hub, such as OWNER/{name}"
     with own_errors(f"cannot read the tokenizer of {name!r}", hint=hint):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=arguments.model.model_revision)
     before = len(tokenizer)
@@ -212,10 +219,10 @@ def load_data(arguments: SFTArguments, *, has_template: bool = True) -> tuple[An
         kind = _FILES.get(path.suffix, path.suffix) if files else script.dataset_name
         found = datasets.load_dataset(kind, script.dataset_config, **files)
     except Exception as error:  # from pyarrow, its JSON reader, the hub or the file system
-        raise DataError(
-            f"{path} cannot be read: {error.__cause__ or error}",
-            hint="use a directory with train.jsonl or train.parquet, one such file, or a dataset on the hub",
-        ) from error
+        hint = "use a directory with train.jsonl or train.parquet, one such file, or a dataset on the hub"
+        near = None if path.exists() else closest(str(path), (each.name for each in Path.cwd().iterdir()))
+        hint = f"./{path} does not exist; did you mean {near}?" if near else hint
+        raise DataError(f"{path} cannot be read: {error.__cause__ or error}", hint=hint) from error
     size, data = arguments.own.eval_split_size, []
     splits = [(script.dataset_train_split, True), (script.dataset_test_split, training.eval_strategy != "no")]
     for split, is_needed in splits[: 2 if size is None else 1]:
@@ -265,19 +272,24 @@ def _checked(rows: Any, where: str, text: str) -> Any:
 
 def _where_to_begin(training: Any) -> Any:
     """Return the value for Trainer's `resume_from_checkpoint`. Rank 0 calls this."""
-    # After a restart, this is the newest checkpoint. It belongs to this run, because a run that may be restarted
-    # refuses to start if the output directory contains another run's newer checkpoints.
     output, text = Path(training.output_dir), str(training.resume_from_checkpoint).lower()
-    asked = None if text in ("none", "false", "no", "") else text in ("true", "yes") or training.resume_from_checkpoint
+    words = {"none": None, "": None, "false": False, "no": False, "true": True, "yes": True}
+    asked = words.get(text, training.resume_from_checkpoint)
     held = [] if training.save_only_model else complete_checkpoints(output)  # these checkpoints cannot be resumed
-    if is_started_again() and held:
+    if is_started_again() and held:  # the newest is of this run, because it refused to start beside another's
         say(f"restarted: training continues from the newest checkpoint in {output}")
         return True
-    if held and may_be_started_again() and asked is not True and Path(asked or "").resolve() != held[0].resolve():
+    is_other = asked is not True and held and Path(asked or "").resolve() != held[0].resolve()
+    if held and (asked is None or (is_other and may_be_started_again())):
+        what, hint = "this run would start at step 1 and replace it", "False starts at step 1"
+        if may_be_started_again():
+            what, hint = "a restart of this run would resume from it", "another --output_dir starts at step 1"
         raise ConfigError(
-            f"{output} holds {held[0].name} from an earlier run, and a restart of this run would resume from it",
-            hint="use --resume_from_checkpoint True to resume from the newest checkpoint, or use another --output_dir",
+            f"{output} holds {held[0].name} from an earlier run, and {what}",
+            hint=f"--resume_from_checkpoint True continues from it; {hint}",
         )
+    if held and asked is False:
+        say(f"starting at step 1, although {output} holds {held[0].name}: checkpoints of equal steps are replaced")
     return asked
 
 

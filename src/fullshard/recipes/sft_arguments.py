@@ -15,7 +15,8 @@ from fullshard.config.origin import Entry
 from fullshard.config.schema import GROUPS
 from fullshard.config.settings import closest, plain_message
 from fullshard.config.trackers import require_trackers
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_name, require_there
 from fullshard.launch import cuda
 
@@ -177,14 +178,10 @@ def blamed(entries: Mapping[str, Entry]) -> Iterator[None]:
 
 def make_parser() -> Any:
     """Return TRL's parser for both TRL's arguments and fullshard's own."""
-    try:
-        import trl
+    trl: Any = import_extra("trl", extra="sft", purpose="fullshard sft")
+    from fullshard.integrations.transformers import SFTConfig
 
-        from fullshard.integrations.transformers import SFTConfig
-    except ImportError as error:
-        raise MissingExtraError("trl", extra="sft", purpose="fullshard sft") from error
-
-    class Parser(trl.TrlParser):
+    class Parser(trl.TrlParser):  # type: ignore[misc]
         def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
             found, rest = super().parse_known_args(args, namespace)
             if found.optim == "muon":  # Transformers does not support it

@@ -114,6 +114,12 @@ def test_time_is_said_for_the_device_at_hand(known: dict[str, Any], unknown: dic
     assert unknown["flops"] == pytest.approx(outer, rel=0.01)
 
 
+def test_a_run_too_short_to_measure_communication_says_so(known: dict[str, Any]) -> None:
+    said = "\n".join(_lines(known | {"exposed_seconds": None, "seconds_by_plan": None}))
+    assert "communication: not measured, because that needs" in said and "6 steps (better 14)" in said
+    assert "of which" not in said and "there is no plan" not in said and ", plan " in said
+
+
 def test_the_worst_wait_is_named(known: dict[str, Any], unknown: dict[str, Any]) -> None:
     """The longest on a CPU; on a device, the one that most often begins after all of its work."""
     assert {"unit 'model.layers.0', unshard", "unit 'model.layers.0', reduce"} <= known["waits"].keys()

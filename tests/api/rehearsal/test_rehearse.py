@@ -164,6 +164,45 @@ def test_wrong_words_are_errors(words: list[str], said: str) -> None:
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.yaml", "--cpu", "--max_steps", "1"],
+        ["--cpu", "fullshard", "sft", "run.yaml", "--max_steps", "1"],
+        [
+            "fullshard",
+            "launch",
+            "--cpu",
+            "--config_file",
+            "run.yaml",
+            "-m",
+            "fullshard.recipes.sft",
+            "run.yaml",
+            "--max_steps",
+            "1",
+        ],
+    ],
+)
+def test_commands_and_recipes_are_rehearsed_as_launched(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fullshard.cli.rehearse import _job
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("launch: {num_processes: 2}\nsharding: {strategy: NO_SHARD}\n")
+    (tmp_path / "scratch").mkdir()
+    program = _job(words, tmp_path / "scratch")[0]
+    assert program == ["module", "fullshard.recipes.sft", "run.yaml", "--max_steps", "1"]
+    assert "NO_SHARD" in (tmp_path / "scratch" / "config.json").read_text()
+    assert _job(["--cpu", "fullshard", "train", "--steps", "1"], tmp_path / "scratch")[0] == [
+        "module",
+        "fullshard",
+        "train",
+        "--steps",
+        "1",
+    ]
+
+
 @pytest.mark.full
 def test_a_script_that_fails_ends_the_command_with_its_code(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """There is no answer then, but the values of other ranks that it may have lacked are named."""

@@ -1,8 +1,4 @@
-"""A source that consists of a base model with an adapter merged into it. `fullshard merge` writes it.
-
-Tensors that the adapter does not change are returned exactly as they are on disk. PEFT itself computes the others (see
-`checkpoint.merging`), on a skeleton of the model in which only the current layer is filled from the files.
-"""
+"""A base model with an adapter merged into it. PEFT computes the changed tensors, one layer at a time."""
 
 import functools
 import shutil
@@ -153,6 +149,11 @@ def _with(
     return Contents({**kept, **records, **stored.contents.parameters}), read
 
 
+def base_of(adapter: Path) -> str | None:
+    """Return the directory or hub name of the model that an adapter was trained on, or None if it is not recorded."""
+    return read_configuration(_config_directory(adapter) / ADAPTER_CONFIG).get("base_model_name_or_path")
+
+
 def _config_directory(adapter: Path) -> Path:
     for directory in (adapter, adapter.parent):
         if (directory / ADAPTER_CONFIG).is_file():
@@ -183,7 +184,7 @@ def _peft_model(
             base_model.resize_token_embeddings(rows, mean_resizing=False)
         try:
             config = peft.PeftConfig.from_pretrained(str(directory))
-            config.inference_mode = False
+            config.inference_mode, config.base_model_name_or_path = False, None  # PEFT warns of another spelling
             model: Any = peft.get_peft_model(base_model, config, low_cpu_mem_usage=True)
         except Exception as error:  # each method checks its fields in its own way
             raise CheckpointError(

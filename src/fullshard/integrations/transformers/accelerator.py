@@ -85,11 +85,9 @@ class TrainerAccelerator(Accelerator):
 
     @property
     def parallelism_config(self) -> Any:
-        """Return the `ParallelismConfig` if it divides sequences, otherwise None.
-
-        It has no tensor parallelism, because TRL would divide by its size what `gather_for_metrics` has counted once.
-        Its `sp_backend` is `fullshard`, because Trainer has a separate loop for DeepSpeed's engine.
-        """
+        """Return the `ParallelismConfig` if it divides sequences, otherwise None."""
+        # Without tensor parallelism, because TRL would divide by its size what `gather_for_metrics` has counted once.
+        # `sp_backend` is `fullshard`, because Trainer has a separate loop for DeepSpeed's engine.
         if self._ranks_per_sequence == 1:
             return None
         config = self.state.parallelism_config

@@ -65,18 +65,10 @@ def replace_from_pretrained(modeling: Any) -> None:
 
 
 def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config: Any, **options: Any) -> nn.Module:
-    """Load a model from a directory or the hub, split and sharded according to a `DistributedConfig`.
-
-    Args:
-        model_class: A model class of Transformers.
-        name_or_path: The directory or hub name of the weights.
-        distributed_config: A `DistributedConfig` or an equivalent dict. The product of `tp_size`, `fsdp_size`, and
-            `dp_replicate_size` must be the number of ranks.
-        options: The options of `fullshard.from_pretrained`.
+    """Load a model with `fullshard.from_pretrained`, split and sharded as a `DistributedConfig` or dict says.
 
     Raises:
-        ConfigError: If the config uses pipeline parallelism, if its sizes do not match the job or the experts, or if an
-            option such as `device_map` places weights in another way.
+        ConfigError: The sizes do not match the job or the experts, or an option places weights in another way.
     """
     config = _config(distributed_config)
     given = [name for name in _REFUSED if options.pop(name, None)]

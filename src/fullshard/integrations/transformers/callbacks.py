@@ -89,12 +89,7 @@ class FollowRun:
 
 
 def follow_run(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
-    """Add the callback to a Trainer that does not have it yet.
-
-    `complete` is a function that returns the complete checkpoints of earlier runs. Events and steps are recorded in the
-    output directory, if there is one. After a signal to any rank, all ranks save and stop at the same step, unless
-    Transformers' own handling of signals is requested.
-    """
+    """Add the callback that records steps, and saves and stops all ranks after a signal, to a Trainer without it."""
     from transformers import TrainerCallback
 
     class FollowRunCallback(FollowRun, TrainerCallback):  # type: ignore[misc]

@@ -378,6 +378,7 @@ class ShardedTraining:
     def _load_optimizer_and_scheduler(self: Any, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is None:
             return
+        self.accelerator._say(f"resume: from {checkpoint_dir}, after step {self.state.global_step}")
         if not _has_state(Path(checkpoint_dir)):
             raise CheckpointError(
                 f"{checkpoint_dir} has no {TRAINER_STATE}, so the optimizer and the schedule cannot be resumed",
