@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fullshard.api import Accelerator
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.journal import JOURNAL, read_journal
+from fullshard.core.stopping import STOPPING
 from fullshard.features import shard_model
 from fullshard.observe import read_metrics
 from fullshard.observe.record import read_runs
@@ -311,3 +313,15 @@ def test_what_a_script_logs_is_recorded_for_reports(tmp_path: Path) -> None:
     assert run.settings["sharding.strategy"]["origin"] == "default"
     page = render([run])
     assert "planned peak is unknown: the script" in page and "(1 until step" not in page
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_end_of_a_run_that_a_signal_stopped_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """Else `fullshard watch` says that the run is done, until the launcher records that it was stopped."""
+    monkeypatch.setattr(STOPPING, "is_agreed", is_stopped)
+    monkeypatch.setattr(JOURNAL, "path", None)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.end_training()
+    assert any(event["kind"] == "end" for event in read_journal(tmp_path)) is not is_stopped

@@ -211,3 +211,12 @@ def test_the_launcher_records_the_end_of_a_script(tmp_path: Path) -> None:
         events = list(read_journal(tmp_path / "out"))
         assert [event["kind"] for event in events] == ["start", "end"] and len({e["pid"] for e in events}) == pids
         (tmp_path / "out" / "events.jsonl").unlink()
+
+
+def test_the_step_of_a_run_that_records_no_metrics_is_unknown(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "environment.json").unlink()
+    note(run, Happening.PREEMPTION, "saved and stopped because of a signal")
+    _, text = watched(run, "--once")
+    assert re.search("^step +unknown$", text, re.MULTILINE), text
+    assert re.search("^ended +stopped by a signal$", text, re.MULTILINE), text

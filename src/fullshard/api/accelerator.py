@@ -54,6 +54,7 @@ from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.paths import local_name
+from fullshard.core.stopping import STOPPING
 from fullshard.engine.parameter import sharded_parameters
 from fullshard.features import clip_grad_norm_, clip_grad_value_, no_sync, repoint, with_sync
 from fullshard.features.sequence_parallel import split_sequences
@@ -514,7 +515,7 @@ class Accelerator(Loaders, Reporting):
                 self._copies.close()
             let_go()
             self.wait_for_everyone()
-            if self.is_main_process and self.project_dir is not None:
+            if self.is_main_process and self.project_dir is not None and not STOPPING.is_agreed:  # it will continue
                 JOURNAL.note(Happening.END)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()

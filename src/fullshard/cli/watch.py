@@ -109,7 +109,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     last: dict[str, Any] = run.steps[-1] if run.steps else {}
     done, wanted, seconds = last.get("step", 0), run.recorded.total_steps, run.series("step_seconds")[1]
     rows = {"ended": "" if run.outcome == "unknown" else run.state}
-    rows["step"] = f"{done} of {wanted}" if wanted else str(done)
+    rows["step"] = f"{done} of {wanted}" if wanted else str(done) if run.steps else "unknown"
     if wanted and seconds and done < wanted:
         left = (wanted - done) * statistics.median(seconds[-_TYPICAL_STEPS:])
         rows["time left"] = f"{timedelta(seconds=round(left))}, without saves and evaluations"

@@ -126,13 +126,14 @@ class RunRecord:
     def state(self) -> str:
         """Return a short text that says whether the run is done, has failed or was stopped, and after which step."""
         last, failure = self.steps[-1]["step"] if self.steps else 0, self._failure or {}
+        after, count = (f" after step {last}", plural(last, "step")) if self.steps else ("", "unknown step")
         why = str(failure.get("message") or failure.get("how") or "").partition("\n")[0]
         further = "; the record does not show whether the run continues" if self.events else ""
         return {
-            "done": f"done, {plural(last, 'step')}",
-            "failed": f"failed after step {last}: {why}",
-            "stopped": f"stopped by a signal after step {last}",
-            "unknown": f"{plural(last, 'step')}{further}",
+            "done": f"done, {count}",
+            "failed": f"failed{after}: {why}",
+            "stopped": f"stopped by a signal{after}",
+            "unknown": f"{count}{further}",
         }[self.outcome]
 
 
