@@ -207,7 +207,7 @@ def _require_marks(training: Any, tokenizer: Any) -> None:
         importlib.import_module("trl.chat_template_utils").get_training_chat_template(tokenizer)
     except ValueError:
         what = f"the chat template of {path or tokenizer.name_or_path} does not mark the assistant's messages"
-        hint = "use --chat_template_format chatml, or a --chat_template_path with {% generation %} around them"
+        hint = "use a --chat_template_path with {% generation %} around them, or --chat_template_format chatml"
         raise ConfigError(f"--assistant_only_loss: {what}", hint=hint) from None
 
 
