@@ -175,9 +175,7 @@ def test_a_template_that_does_not_mark_the_assistant(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sft, "load_tokenizer", lambda arguments: (tokenizer, False))
         patch.setattr(known, "supports_tool_calling", lambda tokenizer: False)
-        expected = (
-            r"^.*run\.yaml:3:1.*: the chat template of m does not mark the .*\nhint: use --chat_template_format chat"
-        )
+        expected = r"^.*run\.yaml:3:1.*: the chat template of m does not mark the .*\nhint: use a --chat_template_path"
         with pytest.raises(ConfigError, match=expected):
             sft.make_trainer(read_arguments([str(file)], print))
         tokenizer.chat_template = known.llama3_chat_template
