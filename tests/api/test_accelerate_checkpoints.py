@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import fsdp_utils
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
@@ -136,6 +136,42 @@ def test_a_model_that_takes_no_state_dict_saves_whole_weights(tmp_path: Path, wo
     assert saved.keys() == of_all | ({"alone"} if has_all else set())
     for each in saved.values():
         assert all(torch.equal(each[name], weights[name]) for name in weights)
+
+
+def _job(has_two_groups: bool) -> tuple[nn.Module, Any, Any]:
+    """Return a model, an optimizer with the groups of a script or of Trainer, and a schedule."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    weights, biases = [*model.parameters()][::2], [*model.parameters()][1::2]
+    groups: Any = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups if has_two_groups else model.parameters())
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def _load_unsharded(directory: str, has_two_groups: bool) -> tuple[dict[str, Any], list[torch.Tensor], list[float]]:
+    """Load as docs/migration.md shows. Return weights, moments, and the learning rate of optimizer and schedule."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, schedule = _job(has_two_groups)
+    load_model(model, f"{directory}/model.safetensors")
+    optimizer.load_state_dict(torch.load(f"{directory}/optimizer.bin"))
+    schedule.load_state_dict(torch.load(f"{directory}/scheduler.bin"))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates = [optimizer.param_groups[0]["lr"], schedule.get_last_lr()[0]]
+    return checkpoint.full_state_dict(model, rank0_only=False), _moments(optimizer), rates
+
+
+@pytest.mark.parametrize("has_two_groups", [False, True], ids=["accelerate", "trainer"])
+def test_unsharded_training_state_is_loaded_before_prepare(tmp_path: Path, has_two_groups: bool) -> None:
+    model, optimizer, schedule = _job(has_two_groups)
+    model(torch.rand(3, 5)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    torch.save(schedule.state_dict(), tmp_path / "scheduler.bin")
+    for weights, moments, rates in run_ranks(_load_unsharded, 2, str(tmp_path), has_two_groups):
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+        assert all(map(torch.equal, moments, _moments(optimizer)))
+        assert rates == [optimizer.param_groups[0]["lr"]] * 2 == [pytest.approx(1e-4)] * 2
 
 
 def test_load_state_reads_what_an_import_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

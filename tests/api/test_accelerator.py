@@ -350,8 +350,9 @@ def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
     accelerator.prepare(model_and_optimizer()[0])
     with pytest.raises(ConfigError, match="needs a directory"):
         accelerator.save_state()
-    with pytest.raises(CheckpointError, match="no checkpoint was found at"):
+    with pytest.raises(CheckpointError, match="no checkpoint was found at") as refused:
         accelerator.load_state(tmp_path / "state")
+    assert refused.value.hint == f"{tmp_path} holds no checkpoint either; relative paths start at {Path.cwd()}"
     with pytest.raises(ConfigError, match=r"cannot checkpoint int \(Item at index 1\): the object must have"):
         accelerator.register_for_checkpointing(nn.Linear(1, 1), 3)
     with pytest.raises(ConfigError, match="cannot checkpoint SimpleNamespace"):
@@ -370,6 +371,9 @@ def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
     other.prepare(*model_and_optimizer(), *model_and_optimizer())
     with pytest.raises(CheckpointError, match="holds 1 models with optimizers, but 2 are prepared"):
         other.load_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="no checkpoint was found at") as refused:
+        other.load_state(tmp_path / "stat")
+    assert refused.value.hint == f"the newest in this folder is {tmp_path / 'later'}"
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -412,6 +416,18 @@ def test_a_model_is_saved_where_a_save_of_it_was_killed(tmp_path: Path) -> None:
         (tmp_path / ".fullshard-export" / "model-00001-of-00002.safetensors").write_text("half")
         accelerator.save_model(model, tmp_path, safe_serialization=safe)
         assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_process_that_no_launcher_started_is_told_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in (4, 1):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        Accelerator(cpu=True).prepare(model_and_optimizer()[0])
+        told = (
+            f"no launcher started this process: on the {count} processors of this host, use `fullshard launch SCRIPT`"
+        )
+        assert (told in capsys.readouterr().err) == (count > 1)
 
 
 def test_what_another_accelerator_prepared_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,12 +42,14 @@ def _job() -> tuple[nn.Module, torch.optim.Optimizer]:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that holds each kind of checkpoint under the name it has on the page."""
     monkeypatch.chdir(tmp_path)
-    for name in ("hf", "hf-bin", "accelerate-full", "xla", "torchacc"):
+    for name in ("hf", "hf-bin", "unsharded", "accelerate-full", "xla", "torchacc"):
         (tmp_path / name).mkdir()
     net, optimizer = _job()
     weights = net.state_dict()
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text("{}")
+    save_file(weights, tmp_path / "unsharded" / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "unsharded" / "optimizer.bin")
     torch.save(weights, tmp_path / "hf-bin" / "pytorch_model.bin")
     torch.save(weights, tmp_path / "model.pt")
     named, state = get_state_dict(net, optimizer)
@@ -85,8 +87,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_page_has_a_command_for_each() -> None:
-    assert len(IMPORTS) == 9
-    assert len(COMMANDS) == 14
+    assert len(IMPORTS) == 10
+    assert len(COMMANDS) == 15
 
 
 @pytest.mark.parametrize("command", IMPORTS)

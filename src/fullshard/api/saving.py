@@ -145,7 +145,11 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
     if input_dir is not None:
         path = location(input_dir)
         if not path.is_dir():
-            raise CheckpointError(f"no checkpoint was found at {path}")
+            newest = latest_checkpoint(path.parent)
+            hint = f"{path.parent} holds no checkpoint either; relative paths start at {Path.cwd()}"
+            raise CheckpointError(
+                f"no checkpoint was found at {path}", hint=f"the newest in this folder is {newest}" if newest else hint
+            )
         return path
     if not (config.automatic_checkpoint_naming and config.project_dir):
         raise ConfigError("load_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")

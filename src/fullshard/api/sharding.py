@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, i
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
 from fullshard.checkpoint.quantities import conversion_of, quantise_rest
+from fullshard.comm import device as devices
 from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.dtypes import AUTOCAST, main_dtype
@@ -109,7 +111,7 @@ def shard(
         use_sharded_methods(model)
     if hasattr(model, "save_pretrained"):
         gather_when_all_save(model)
-    _say_how(model, config, say)
+    _say_how(model, config, process, say)
     if config.keeps_what_fits:
         ranks = process.environment.local_world_size
         keep_unsharded(model, budget_nbytes=config.unsharded_memory_nbytes, ranks_on_host=ranks, say=say)
@@ -152,10 +154,14 @@ def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) ->
         say(conversion.said_of_adapters)
 
 
-def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None]) -> None:
+def _say_how(model: nn.Module, config: ShardingConfig, process: ProcessState, say: Callable[[str], None]) -> None:
     """Report how the model is sharded, and which requested settings have no effect here."""
     sharding, asked = describe(model), config.resolved_strategy().name
     say(f"{type(model).__name__}: {sharding}")
+    kind = process.device.type
+    count, what = (os.cpu_count() or 1, "processors") if kind == "cpu" else (devices.count(kind), "devices")
+    if count > 1 and not process.environment.launched:
+        say(f"no launcher started this process: on the {count} {what} of this host, use `fullshard launch SCRIPT`")
     if sharding.strategy not in ("", asked):
         say(
             f"{asked} with a shard group of {sharding.shard_size} of {sharding.world_size} ranks is {sharding.strategy}"

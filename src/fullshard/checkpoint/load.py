@@ -285,12 +285,14 @@ class _Load:
         elif not any(name.startswith(RNG_PREFIX) for name in stored):
             why = "the checkpoint holds none"
         if why:
-            if self.ranks.rank == 0:
-                logger.warning("random number generators are not restored: %s", why)
+            # the import of another program's checkpoint holds the state of no rank
+            is_import = not self.manifest.states and self.manifest.file_name("state", 0) not in self.manifest.files
+            if self.ranks.rank == 0 and not is_import:
+                logger.warning("fullshard: random number generators are not restored: %s", why)
             return
         for name in restore_rng(stored, device_of(self.model)):
             logger.warning(
-                "the random number generator of %r is not restored, because the kind of device differs", name
+                "fullshard: the random number generator of %r is not restored, because the kind of device differs", name
             )
 
     def _match_groups(self, optimizer: torch.optim.Optimizer) -> list[str]:

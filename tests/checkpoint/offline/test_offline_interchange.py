@@ -212,6 +212,53 @@ def test_checkpoints_of_accelerate_become_ours(tmp_path: Path, kind: str) -> Non
         assert source.contents.notes == [f"not converted: {_optimizer_name(kind)}, scheduler.bin"]
 
 
+def _save_unsharded(directory: str) -> None:
+    """Save a job with Accelerate on one device."""
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    net, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    accelerator.save_state(directory)
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "trainer"])
+def test_an_import_lists_the_training_state_of_unsharded_checkpoints(
+    tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(_save_unsharded, 1, str(tmp_path / "theirs"))
+    if layout == "trainer":
+        own = {"optimizer.bin": "optimizer.pt", "scheduler.bin": "scheduler.pt", "random_states_0.pkl": "rng_state.pth"}
+        for name, new in own.items():
+            (tmp_path / "theirs" / name).rename(tmp_path / "theirs" / new)
+        (tmp_path / "theirs" / "trainer_state.json").write_text("{}")
+    (tmp_path / "theirs" / "README.md").write_text("not training state")
+    with open_source(tmp_path / "theirs") as source:
+        listed, hint = write_native(source, tmp_path / "ours", world_size=2)
+    assert (
+        listed
+        == {
+            "accelerate": "not converted: optimizer.bin, random_states_0.pkl, scheduler.bin",
+            "trainer": "not converted: optimizer.pt, rng_state.pth, scheduler.pt, trainer_state.json",
+        }[layout]
+    )
+    assert hint == "the optimizer's file does not name its parameters: docs/migration.md shows how to load it"
+    load_checkpoint(tmp_path / "ours", model=nn.Linear(3, 2))
+    assert "random" not in caplog.text, "an import holds no random states, which its command has printed"
+
+
+def test_another_number_of_ranks_is_the_reason_why_random_states_are_not_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(save_native, 2, str(tmp_path / "ours"))
+    load_checkpoint(tmp_path / "ours", model=Net())
+    assert "fullshard: random number generators are not restored: saved by 2 ranks, loaded by 1" in caplog.text
+
+
 def _optimizer_name(kind: str) -> str:
     return "optimizer_0" if kind == "SHARDED_STATE_DICT" else "optimizer.bin"
 

@@ -1,5 +1,6 @@
 """Detect the format of a checkpoint from file names, and from file contents only if the names are not sufficient."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,11 @@ from fullshard.checkpoint.weight_files import INDEX_NAME, PICKLED_INDEX_NAME, PI
 from fullshard.core.errors import CheckpointError
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+_TRAINING_FILES = re.compile(
+    r"(optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state|custom_checkpoint|trainer_state"
+    r"|training_args).*|(model|pytorch_model)_\d+\..*"
+)
+"""What Accelerate and Trainer save beside unsharded weights."""
 
 
 def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
@@ -95,7 +101,13 @@ def _directory(path: Path, optimizer: bool) -> Source | None:
     if files and is_rank_file(files[0]):
         return open_xla(path, files, optimizer=optimizer)
     if any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME)):
-        return open_weights(path)
+        names = sorted(entry.name for entry in path.iterdir() if _TRAINING_FILES.fullmatch(entry.name))
+        notes = [f"not converted: {', '.join(names)}"] if names else []
+        if any(name.startswith(_OPTIMIZER) for name in names):
+            notes.append("the optimizer's file does not name its parameters: docs/migration.md shows how to load it")
+        source = open_weights(path)
+        source.contents = replace(source.contents, notes=notes)
+        return source
     return None
 
 
