@@ -47,6 +47,25 @@ PREPARED = OPTIMIZER + "model, optimizer, loader = accelerator.prepare(model, op
 TRAINED = "loss_of(model, batch).backward(); optimizer.step()\n"
 LLAMA = "from tests.trainers import build\nmodel = build()\nids = torch.arange(12).view(1, 12)\n"
 SAVED = LLAMA + "model.save_pretrained('path/or/hub-name')\n"
+UNSHARDED = (
+    OPTIMIZER
+    + SCHEDULER
+    + """
+from safetensors.torch import save_model
+accelerator = Accelerator()
+for place in ("epoch_0", "checkpoint-500"):
+    os.makedirs(place)
+    save_model(model, place + "/model.safetensors")
+    torch.save(optimizer.state_dict(), place + "/optimizer.bin")
+    torch.save(scheduler.state_dict(), place + "/scheduler.bin")
+"""
+)
+IMPORTED = """
+from fullshard.checkpoint.offline import open_source, write_native
+with open_source("epoch_0") as source:
+    write_native(source, "ours", world_size=2)
+model, loader = accelerator.prepare(model, loader)
+"""
 TORCHACC = """
 from fullshard import torchacc
 class GPT2Block(nn.Sequential): pass
@@ -77,11 +96,16 @@ def split(name, module, mesh):
 BEFORE: dict[str, list[str]] = {
     "README.md": ["", OPTIMIZER],
     "docs/checkpoints.md": [SHARDED + "engine = types.SimpleNamespace(load_weights=list)\n"],
-    "docs/howto/from-accelerate.md": [""],
+    "docs/howto/disk-full.md": [
+        SHARDED + "step = 1\n",
+        "from fullshard.core.errors import CheckpointError\naccelerator = Accelerator()\nstep = 1\n" + PREPARED,
+    ],
+    "docs/howto/from-accelerate.md": [UNSHARDED + IMPORTED.replace("epoch_0", "checkpoint-500"), ""],
     "docs/howto/from-deepspeed.md": [OPTIMIZER],
     "docs/howto/hf-weights.md": [LLAMA + "shard_model(model, unit_modules=list(model.model.layers))\n", ""],
     "docs/howto/own-loop.md": [""],
     "docs/howto/resume.md": ["accelerator = Accelerator()\n" + OPTIMIZER],
+    "docs/howto/slow-rank.md": [SHARDED],
     "docs/howto/trackers.md": [""],
     "docs/launch.md": [
         SHARDED,
@@ -112,6 +136,7 @@ BEFORE: dict[str, list[str]] = {
         SHARDED + "engine = types.SimpleNamespace(wake_up=int, sleep=int)\n",
         SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n",
     ],
+    "docs/migration.md": [UNSHARDED, UNSHARDED + IMPORTED],
     "docs/optimizers.md": [
         "",
         LLAMA

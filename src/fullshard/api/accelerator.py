@@ -368,8 +368,8 @@ class Accelerator(Loaders, Reporting):
         self._schedulers.append(prepared)
         if prepared.steps > 1 and self.step_scheduler_with_optimizer:
             self._say_once(
-                f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as in Accelerate, "
-                "because schedules count batches of the loader before prepare() (step_scheduler_once=True steps once)"
+                f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as in Accelerate: "
+                "count their steps as for 1 rank, or pass step_scheduler_once=True"
             )
         return prepared
 

@@ -33,7 +33,7 @@ TABLES = {
 
 def switches_table() -> str:
     """Return a table of fullshard's own environment variables, with their subjects and values. Defaults come first."""
-    rows = ["| variable | of what | values |", "|---|---|---|"]
+    rows = ["| variable | meaning | values |", "|---|---|---|"]
     for switch in SWITCHES.values():
         values = "; ".join(f"`{value}`: {does}" for value, does in switch.values.items())
         values = values or ("set by the launcher" if switch in HANDED_OVER else switch.form)
