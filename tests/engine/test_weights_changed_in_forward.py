@@ -65,7 +65,10 @@ class Renormed(Stack):
         return super().forward(x + rows)
 
 
-MODELS = {"clamp": (Clamping, r"'blocks\.1': blocks\.1\.up\.weight"), "max_norm": (Renormed, r"'': table\.weight")}
+MODELS = {
+    "clamp": (Clamping, r"'blocks\.1': blocks\.1\.up\.weight"),
+    "max_norm": (Renormed, r"the outermost unit: table\.weight"),
+}
 
 
 def refuse(case: str, options: dict[str, Any], mode: str) -> None:
