@@ -17,7 +17,9 @@ Sources, by repository and commit:
                   Weights are float32, frozen ones, too; an `rl` run computes its loss in chunks, and with LoRA holds
                   the adapters of four runs, one of which is trained. `prime_rl_seconds` has what else `rl` runs of
                   January do. With LoRA on a B200, experts are a loop (d8f290ef, layers/lora/multi_moe.py: grouped
-                  products only on Hopper)
+                  products only on Hopper). Dense models are Transformers' (trainer/models/__init__.py). Mixtures are
+                  not: their attention gets the sequences' lengths, so a compiler does compile these layers, whereas
+                  the plan leaves them uncompiled
     YaFSDP        yandex/YaFSDP 669fc366, README.md, the column of FSDP1, seconds turned into tokens per second. The
                   network is not named. Runs that checkpoint a part of the layers are left out: no plan does that
     Automodel     NVIDIA-NeMo/Automodel 36044ad3, docs/performance-summary.mdx and the configurations it names: runs
@@ -83,22 +85,20 @@ REASONS = {
     "experts": "experts as batched products, all as large as the busiest expert's, behind a router that is not trained",
     "folded": "a loop over experts in which adapters are separate products; the plan adds them to the weights first",
     "full": "states of 60 GiB leave the allocator of an 80 GB card little room",
-    "h200": "compiled with checkpointing: the plan's products are slower than these",
-    "host": "0.25 to 0.32 s of a step that do not grow with its tokens; the cause is unknown",
     "later": "a later version of the trainer, which needs less beside its states",
     "loops": "adapters of four runs as a loop, which waits for the device several times per layer",
     "network": "2,048 tokens do not hide gathers, and the network is unknown; the plan takes 200 Gb/s per device",
-    "routing": "1.8 to 2.6 s of a step: tokens are copied to padded groups and back, and summed one by one in bfloat16",
-    "small": "adapters of four runs wait for the device in each linear layer, and a small model's work is short",
-    "tp": "the plan keeps more whole on each rank of a tensor-parallel group",
+    "routing": "2 s of a step; the cause is unknown",
 }
 """Why a prediction is more than 25 % off, by the word in the column `reason`.
 
 Most name a difference that was not measured."""
 
 REACHED = {
-    "speed": {"dense": 0.09, "moe": 0.13, "small": 0.11, "short": 0.16, "compiled": 0.10, "lora": 0.11, "qlora": 0.16,
-              "amd": 0.17, "wires": 0.16, "transformer-engine": 0.13},
+    "speed": {"dense": 0.09, "moe": 0.13, "small": 0.08, "short": 0.13, "compiled": 0.08, "lora": 0.10, "qlora": 0.11,
+              "amd": 0.17, "wires": 0.12, "transformer-engine": 0.12},
+    "alone": {"dense": 0.08, "moe": 0.17, "small": 0.16, "short": 0.13, "compiled": 0.09, "lora": 0.10, "qlora": 0.11,
+              "amd": 0.17, "wires": 0.12, "transformer-engine": 0.12},
     "memory": {"dense": 0.05, "moe": 0.04, "small": 0.08, "short": 0.04, "compiled": 0.04, "lora": 0.02, "qlora": 0.10,
                "wires": 0.10},
 }  # fmt: skip
@@ -159,11 +159,15 @@ class Run:
 
     @functools.cached_property
     def ratios(self) -> dict[str, float]:
-        """Predicted speed and memory as parts of what is published, and also the memory of this engine's own plan."""
+        """Predicted speed and memory as parts of what is published.
+
+        `alone` and `own plan` are the plan's speed and memory, without what `tests.peers` knows of other engines.
+        """
         cluster, ratios = self.plan.cluster, {}
         if speed := self.values["tokens_per_second"]:
             seconds = self.plan.time.total + (prime_rl_seconds(self.plan) if self.reads_positions else 0)
             ratios["speed"] = self.plan.time.tokens / seconds / cluster.count / float(speed)
+            ratios["alone"] = ratios["speed"] * seconds / self.plan.time.total
         if gib := self.values["gib"]:
             memory = self.plan.memory
             tools = {"allocated": memory.allocated, "reserved": memory.reserved, "nvidia-smi": memory.needed}
@@ -191,19 +195,23 @@ def runs() -> list[Run]:
 
 
 def errors(kind: str, what: str) -> list[float]:
-    """The errors of all runs of a kind in `speed` or `memory`, sorted."""
+    """The errors of all runs of a kind in `speed`, `alone` or `memory`, sorted."""
     return sorted(abs(run.ratios[what] - 1) for run in runs() if kind in run.kinds and what in run.ratios)
 
 
 def table() -> str:
     """Medians by kind, as Markdown."""
-    lines = ["| kind | speeds | median error | worst | memory figures | median error | worst |", "|---" * 7 + "|"]
+    lines = [
+        "| kind | speeds | median error | worst | the plan alone | memory figures | median error | worst |",
+        "|---" * 8 + "|",
+    ]
     for kind in KINDS:
         cells = []
         for what in ("speed", "memory"):
             found = errors(kind, what)
             parts = [f"{statistics.median(found):.1%}", f"{found[-1]:.0%}"] if found else ["", ""]
-            cells += [f"{len(found)}", *parts]
+            alone = [f"{statistics.median(errors(kind, 'alone')):.1%}"] if what == "speed" else []
+            cells += [f"{len(found)}", *parts, *alone]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -9,6 +9,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from fullshard.core.errors import ConfigError
 from fullshard.plan.attention import BACKWARD, attention_flops, part_of_size, seen_keys
@@ -150,3 +154,54 @@ def test_a_small_step_takes_what_the_host_takes(devices: str, least: float) -> N
 def test_a_large_step_does_not_wait_for_the_host() -> None:
     small, large = (plan("Llama-3.1-8B", "8xH100", micro_batch=size, checkpointing="full") for size in (2, 4))
     assert large.time.compute == pytest.approx(2 * small.time.compute, rel=0.03)
+
+
+def test_sdpa_runs_a_newer_kernel_on_newer_devices() -> None:
+    """cuDNN's on Hopper and Blackwell, unless it reads the mask of a window."""
+    for devices, kernel in (("8xH100", "flash3"), ("8xB200", "flash4"), ("8xA100", "flash")):
+        times = [plan("Llama-3.1-8B", devices, seq_len=8192, attention=name).time for name in ("sdpa", kernel)]
+        assert times[0] == times[1]
+    job, device = Job.of({"seq_len": 8192, "attention": "sdpa"}), DEVICES["H100"]
+    window = dataclasses.replace(BLOCK, window=4096)
+    whole = job.model_copy(update={"attention": "flash"})
+    assert attention_seconds(window, job, device)[0] > 1.2 * attention_seconds(window, whole, device)[0]
+
+
+def test_flash_attention_keeps_a_compiler_out_of_checkpointed_layers() -> None:
+    settings: dict[str, Any] = {"compile": True, "checkpointing": "full", "seq_len": 8192}
+    found = plan("Qwen3-4B", "8xA100", **settings)
+    eager = plan("Qwen3-4B", "8xA100", **{**settings, "compile": False})
+    assert found.time == eager.time and found.memory.peak == eager.memory.peak
+    assert any("--attention sdpa" in note for note in notes_of(found)) and found.job.compile
+    for change in ({"attention": "sdpa"}, {"micro_batch": 2}, {"checkpointing": "none"}):
+        compiled, uncompiled = (
+            plan("Qwen3-4B", "8xA100", **{**settings, **change, "compile": flag}) for flag in (True, False)
+        )
+        assert compiled.time.total < 0.95 * uncompiled.time.total
+        assert not any("--attention sdpa" in note for note in notes_of(compiled))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which Dynamo reads
+@pytest.mark.parametrize(("sequences", "is_checkpointed", "graphs"), [(1, True, 0), (2, True, 1), (2, False, 1)])
+def test_graphs_of_a_layer(sequences: int, is_checkpointed: bool, graphs: int) -> None:
+    """Of Transformers' Qwen3, with the question of its flash attention. A layer with one graph is compiled."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, position_ids: Any = None, **_: Any) -> Any:
+        assert not _is_packed_sequence(position_ids, query.size(0))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("eager_asking", attend)
+    torch.compiler.reset()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=1, head_dim=16, vocab_size=9, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager_asking")
+    layer, found = model.model.layers[0], []
+    if is_checkpointed:
+        layer = model.model.layers[0] = checkpoint_wrapper(layer, preserve_rng_state=False)
+    layer.compile(backend=lambda graph, _: found.append(graph) or graph)
+    tokens = torch.zeros(sequences, 8, dtype=torch.long)
+    positions = torch.arange(8).expand(sequences, -1)
+    model(input_ids=tokens, position_ids=positions, use_cache=False).logits.sum().backward()
+    assert len(found) == graphs

@@ -9,8 +9,12 @@ full, masked or not, and its backward only takes twice as much.
 The fractions of the peak are those published for FlashAttention 2 with long sequences and heads of 128. For the A100
 they are 0.73 of 312 TFLOP/s in forward and 0.63 in backward, and a tenth less with a mask (2307.08691). For the H100
 they are 335 and 322 of 989 TFLOP/s, also a tenth less with a mask (FlashAttention-3, arXiv 2407.08608, figures 5 and
-6). PyTorch's `sdpa` uses FlashAttention 2 if it does not have to read a mask. Heads of 64 and of 256 reach 0.89 of
-these fractions. With S keys per query, the fractions are multiplied by S / (S + 350).
+6). Heads of 64 and of 256 reach 0.89 of these fractions. With S keys per query, the fractions are multiplied by
+S / (S + 350).
+
+PyTorch's `sdpa` uses FlashAttention 2 if it does not have to read a mask. On Hopper and on Blackwell, the wheels of
+PyTorch 2.11 and later have cuDNN's kernel (`check_prefer_cudnn_attention` in sdp_utils.cpp; huggingface/transformers,
+pull request 48163). Without a mask, it is planned as the version of flash attention for the device.
 
 Version 2 runs on Blackwell with the instructions of an A100, and hardly faster than on an H100: 354 to 362 TFLOP/s with
 heads of 128 in forward (pytorch-labs/tritonbench, pull request 171). Two versions are written for one architecture:
@@ -27,7 +31,7 @@ and on the arguments that Transformers passes (`use_gqa_in_sdpa`):
 
 | | grouped heads | each head has its own keys |
 |---|---|---|
-| half precision, no mask | flash attention | the same |
+| half precision, no mask | flash attention, or cuDNN's | the same |
 | a mask: a window shorter than the sequence | memory-efficient, keys and values repeated before | the same |
 | float32, no mask; before Ampere also float16 | **written out** | memory-efficient |
 | bfloat16 before Ampere | **written out** | **written out** |
@@ -76,11 +80,14 @@ _MEASURED = {"flash3": (630 / 989, 532 / 989), "flash4": (1418 / 2250, 1209 / 22
 keys."""
 
 
-def fractions(job: Job, device: Device) -> tuple[float, float]:
+def fractions(job: Job, device: Device, way: Way) -> tuple[float, float]:
     """Return the fractions of the peak that attention reaches for long sequences, in forward and in backward."""
-    if job.attention not in _MEASURED:
+    kernel: str = job.attention
+    if kernel == "sdpa" and way == "fused":
+        kernel = next((name for name, (_, names) in _WRITTEN_FOR.items() if device.name.startswith(names)), kernel)
+    if kernel not in _MEASURED:
         return device.flash, device.flash
-    forward, backward = (part * (1 + _HALF / 8192) for part in _MEASURED[job.attention])
+    forward, backward = (part * (1 + _HALF / 8192) for part in _MEASURED[kernel])
     return forward, backward
 
 
@@ -112,6 +119,17 @@ def check_kernel(job: Job, device: Device) -> None:
             f"attention {job.attention} runs on {architecture}, but the device is {device.name}",
             hint="use attention flash",
         )
+
+
+def breaks_graph(job: Job, device: Device) -> bool:
+    """Return whether flash attention keeps a compiler out of checkpointed layers.
+
+    With a single sequence, Transformers reads on the host whether position ids start again (`_is_packed_sequence` in
+    modeling_flash_attention_utils.py), where the graph ends (huggingface/transformers, issue 41803). If a graph ends
+    inside a checkpoint, torch runs the checkpoint uncompiled (`_disable_dynamo` in torch/utils/checkpoint.py).
+    """
+    is_flash = job.attention.startswith("flash") and job.cp == 1 and not device.is_cpu
+    return is_flash and job.compile and job.checkpointing != "none" and job.micro_batch == 1
 
 
 def what_runs(block: Block, job: Job, device: Device) -> Way:

@@ -40,7 +40,8 @@ class Device:
             training step reach a sixth less. Elementwise operations are counted separately. For AMD's devices, large
             products are those of `mamf-finder` (stas00/ml-engineering, compute/accelerator). For the L40S and the cards
             RTX, they are torch's with 8,192 rows (zzc0721/torch-performance-test-data). Some exceed the data sheet.
-        link_efficiency: fraction of `link`, `network` and `memory_bandwidth` that large transfers reach.
+        link_efficiency: fraction of `link` and `network` that large transfers reach.
+        memory_efficiency: fraction of `memory_bandwidth` that PyTorch's operations reach; 0 if it is `link_efficiency`.
         framework: device memory in bytes that the runtime and the communication library use on several devices. With
             one communicator, NCCL took 0.53 to 0.67 GiB on A100 (nccl issue 964) and 1.6 GB elsewhere (issue 864).
         rack: number of devices that `link` connects across hosts, or 0 if it only connects devices of one host.
@@ -69,6 +70,7 @@ class Device:
     flash: float = 0.59
     host_memory: int = 0
     is_unified: bool = False
+    memory_efficiency: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -83,7 +85,7 @@ class Device:
     @property
     def memory_speed(self) -> float:
         """The memory bandwidth that large transfers reach, in bytes per second."""
-        return self.memory_bandwidth * self.link_efficiency
+        return self.memory_bandwidth * (self.memory_efficiency or self.link_efficiency)
 
     def peak(self, dtype: str) -> float:
         """Return the peak FLOP/s of matrix products in a dtype."""

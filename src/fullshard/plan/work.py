@@ -71,7 +71,7 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
     if way not in WRITTEN_OUT and not device.is_cpu and itemsize(dtype) == 2:
         keys = min(job.seq_len // job.cp, block.window or job.seq_len)  # of one block of a ring
-        parts = [part_of_size(block.head_dim, keys, flash=flash) for flash in fractions(job, device)]
+        parts = [part_of_size(block.head_dim, keys, flash=flash) for flash in fractions(job, device, way)]
         return flops / (device.flops * parts[0]), BACKWARD * flops / (device.flops * parts[1])
     seconds = flops / (device.peak(dtype) * device.efficiency)
     if way in WRITTEN_OUT and not device.is_cpu:

@@ -270,7 +270,7 @@ def test_the_plan_says_the_same(name: str) -> None:
     """
     case, figures = CASES[name], RECORDED[name]["fullshard"]
     settings: dict[str, Any] = {"method": "lora", "lora_rank": case.lora} if case.lora else {}
-    settings |= {"seq_len": case.tokens, "checkpointing": "full" if case.checkpointing else "none", "attention": "sdpa"}
+    settings |= {"seq_len": case.tokens, "checkpointing": "full" if case.checkpointing else "none"}
     job = Job.of({**settings, "wrap_embeddings": case.apart, "optimizer": "adamw-fused"})
     plan = evaluate(load_model(case.model)[0], job, parse_cluster(case.devices))
     ratio = plan.time.total / figures["seconds"]
