@@ -121,7 +121,8 @@ def test_what_accelerate_launch_exports_is_used(monkeypatch: pytest.MonkeyPatch)
     assert accelerator.mixed_precision == "bf16"
     assert accelerator.gradient_accumulation_steps == 4
     assert accelerator._config.sharding.strategy == "NO_SHARD"
-    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+    with pytest.warns(UserWarning, match="no is used instead of bf16 from .ACCELERATE_MIXED_PRECISION"):
+        assert Accelerator(mixed_precision="no").mixed_precision == "no"
 
 
 def test_a_plugins_precision_wins_and_says_so() -> None:

@@ -82,7 +82,8 @@ def test_the_script_wins_setting_by_setting(launch: Launch) -> None:
         training={"gradient_accumulation_steps": 3},
     )
     plugin = FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHARD", min_num_params=7)
-    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    with pytest.warns(UserWarning, match="no is used instead of bf16 from fullshard launch"):
+        accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=2, fsdp_plugin=plugin)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 2)
     assert accelerator._config.sharding.resolved_strategy().name == "FULL_SHARD"
     assert accelerator.fsdp_plugin.wrap_policy() == BySize(7)

@@ -568,7 +568,7 @@ def test_the_gradient_state_follows_the_innermost_loop_and_forgets_broken_ones()
 @pytest.mark.parametrize(
     ("loader", "options", "error", "message"),
     [
-        (DataLoader(numbers(8), batch_size=3), {"split_batches": True}, ConfigError, "3 samples cannot be divided"),
+        (DataLoader(numbers(8), batch_size=3), {"split_batches": True}, ConfigError, "3 samples does not divide"),
         (DataLoader(numbers(8), batch_sampler=[[0]]), {"split_batches": True}, ConfigError, "its own batches"),
         (
             DataLoader(numbers(8), sampler=DistributedSampler(numbers(8), num_replicas=2, rank=0)),

@@ -27,6 +27,8 @@ def chat(
 
     A model without a chat template continues the text that you enter.
     """
+    import fullshard.recipes  # noqa: F401  # drops messages of other libraries
+
     transformers: Any = import_extra("transformers", extra="hf", purpose="fullshard chat")
     transformers.logging.set_verbosity_error()
     transformers.set_seed(seed)

@@ -24,6 +24,7 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Merge a LoRA adapter into its base model. Memory holds one layer and the adapter, whatever the model's size."""
+    import fullshard.recipes  # noqa: F401  # drops messages of other libraries
     from fullshard.checkpoint.offline.merged import ADAPTER_CONFIG, base_of, write_merged
     from fullshard.checkpoint.weight_files import model_directory
 

@@ -115,7 +115,8 @@ def plan(
     from fullshard.plan.ask import ask, section_plan
 
     recipe = section_plan(config)
-    model, devices = model or recipe.get("model"), devices or recipe.get("devices")
+    model = recipe.get("model") if model is None else model
+    devices = recipe.get("devices") if devices is None else devices
     if model is None:
         raise ConfigError(
             "the option --model is required",

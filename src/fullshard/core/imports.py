@@ -1,11 +1,8 @@
 """Imports of optional libraries, and actions that run when another library is imported."""
 
 import ast
-import functools
 import importlib
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
@@ -18,29 +15,13 @@ from fullshard.core.errors import MissingExtraError
 
 Action = Callable[[ModuleType], None]
 
-_NOISE = {
-    "torchao": "/_C_",  # kernels for newer GPUs, which are not loaded on other devices
-    "torch.utils._pytree": "Calling register_constant() on Enum subclasses",
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-}
-"""Words of messages that other libraries print when they are imported, by logger. The user cannot act on them."""
-
 
 def import_extra(name: str, *, extra: str, purpose: str) -> Any:
     """Import a module of an optional dependency. Raise `MissingExtraError` if it is not installed."""
-    _silence()
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingExtraError(name.partition(".")[0], extra=extra, purpose=purpose) from error
-
-
-@functools.cache
-def _silence() -> None:
-    for logger, words in _NOISE.items():
-        logging.getLogger(logger).addFilter(lambda record, words=words: words not in record.getMessage())  # type: ignore[misc]
-    # TRL and Transformers themselves still use the older name.
-    warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def on_demand(

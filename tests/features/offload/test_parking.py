@@ -174,7 +174,7 @@ def test_what_cannot_be_parked_is_refused() -> None:
     model: Any = fully_shard(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="park: keep is 'state'"):
         park(model, keep="state")  # type: ignore[arg-type]
-    with unsharded(model), pytest.raises(LifecycleError, match="parked while unit"):
+    with unsharded(model), pytest.raises(LifecycleError, match="parked while the outermost unit"):
         park(model)
 
     class Parks(nn.Module):
