@@ -64,10 +64,10 @@ for step in range(10_000 if how == "signal" else 6):
 SAID = {
     # torchrun's own words: it ends the others before they can say where they noticed.
     "kill": r"host *: \S+ +rank *: 1 \(local_rank: 1\) +exitcode *: -9 \(pid: \d+\)  \(SIGKILL\)",
-    "stop": r"rank 0, unit '.*', .*no answer from another rank for 4 s: rank 1 \(process \d+ on \S+\) "
-    r"(gives no|no longer gives a) sign of life.*\(step 4 of this process\)",
-    "loop": r"rank 0, unit '.*', .*no answer from another rank for 4 s: rank 1 \(process \d+ on \S+\) is running, at "
-    r"train.py:\d+ in next_batch.*\(step 4 of this process\)",
+    "stop": r"rank 0, (unit '.*'|the outermost unit), .*no answer from another rank for 4 s: rank 1 "
+    r"\(process \d+ on \S+\) (gives no|no longer gives a) sign of life.*\(step 4 of this process\)",
+    "loop": r"rank 0, (unit '.*'|the outermost unit), .*no answer from another rank for 4 s: rank 1 "
+    r"\(process \d+ on \S+\) is running, at train.py:\d+ in next_batch.*\(step 4 of this process\)",
     "order": r"ranks disagree about step 4 of this process: rank 0 has \[learning rates \[0.1\]\], but rank 1 has "
     r"\[learning rates \[0.2\]\]",
     "nan": r"rank 0, step 4 of this process: gradients are not finite: .*they came from rank 1",

@@ -330,7 +330,7 @@ def lose_step_in_a_part(kind: str) -> tuple[str, list[int]]:
     return "", []
 
 
-WAITS = "waits in unit '.*', unshard" + LINE.format("lose_step_in_a_part")
+WAITS = "waits in (unit '.*'|the outermost unit), unshard" + LINE.format("lose_step_in_a_part")
 NAMED = {
     "order": "ranks are out of step: " + "; ".join(rf"rank {rank} \(.*\) {WAITS}, called from .*" for rank in (1, 2)),
     "learning rate": r"rank 1 has \[learning rates \[0.1\]\], but rank 2 has \[learning rates \[0.2\]\]",
