@@ -86,7 +86,6 @@ OPENED = "weights: Hugging Face directory"
 @pytest.mark.parametrize(
     ("words", "after"),
     [
-        ("plan -m Llama-3.1-405B -d 1024xH100 --auto", "up"),
         ("ckpt diff weights again", OPENED),
         ("ckpt import weights out", OPENED),
         ("ckpt export weights out --to safetensors", "up"),
@@ -116,6 +115,14 @@ def test_ctrl_c_ends_each_command(tmp_path: Path, words: str, after: str, second
     assert said[-1] in ("fullshard: interrupted", "fullshard: SIGINT: 2 processes on this host ended")
     assert took < 5  # on an idle machine, less than one
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [0.0, 0.2])  # it ends within two
+def test_ctrl_c_ends_a_plan(tmp_path: Path, seconds: float) -> None:
+    words = "plan -m Llama-3.1-405B -d 1024xH100 --auto".split()
+    _, output = _interrupted(COMMAND, *words, cwd=tmp_path, seconds=seconds)
+    assert output.endswith("fullshard: interrupted\n")
 
 
 def _write_weights(directory: Path, *, nbytes: int) -> None:
