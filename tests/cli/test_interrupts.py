@@ -120,7 +120,7 @@ def test_ctrl_c_ends_each_command(tmp_path: Path, words: str, after: str, second
 @pytest.mark.full
 @pytest.mark.parametrize("seconds", [0.0, 0.2])  # it ends within two
 def test_ctrl_c_ends_a_plan(tmp_path: Path, seconds: float) -> None:
-    words = "plan -m Llama-3.1-405B -d 1024xH100 --auto".split()
+    words = ["plan", "-m", "Llama-3.1-405B", "-d", "1024xH100", "--auto"]
     _, output = _interrupted(COMMAND, *words, cwd=tmp_path, seconds=seconds)
     assert output.endswith("fullshard: interrupted\n")
 
