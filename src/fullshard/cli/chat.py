@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+import fullshard.recipes  # noqa: F401  # drops messages of other libraries
 from fullshard.core.errors import ConfigError, own_errors
 from fullshard.core.files import read_object
 from fullshard.core.imports import import_extra
@@ -27,8 +28,6 @@ def chat(
 
     A model without a chat template continues the text that you enter.
     """
-    import fullshard.recipes  # noqa: F401  # drops messages of other libraries
-
     transformers: Any = import_extra("transformers", extra="hf", purpose="fullshard chat")
     transformers.logging.set_verbosity_error()
     transformers.set_seed(seed)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+import fullshard.recipes  # noqa: F401  # drops messages of other libraries
 from fullshard.cli.options import Dtype, MaxShardSize, Output, Overwrite, path_word
 from fullshard.core.errors import ConfigError
 
@@ -24,7 +25,6 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Merge a LoRA adapter into its base model. Memory holds one layer and the adapter, whatever the model's size."""
-    import fullshard.recipes  # noqa: F401  # drops messages of other libraries
     from fullshard.checkpoint.offline.merged import ADAPTER_CONFIG, base_of, write_merged
     from fullshard.checkpoint.weight_files import model_directory
 

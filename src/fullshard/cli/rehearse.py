@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fullshard.cli.options import DeviceName, file_word
+from fullshard.cli.sft import RECIPE, split_words
 from fullshard.config.switches import TAKE
 from fullshard.core.errors import ConfigError, plural
 
@@ -110,8 +111,6 @@ def _job(words: list[str], scratch: Path) -> tuple[list[str], dict[str, str]]:
 
 def _of_a_command(words: list[str], target: str | None, rest: list[str], scratch: Path) -> list[str]:
     """Return what follows `fullshard launch` for a command line with a command of fullshard or with a recipe."""
-    from fullshard.cli.sft import RECIPE, split_words
-
     flags, rest = words[: len(words) - len(rest) - 1], rest if target == "fullshard" else ["sft", str(target), *rest]
     if rest[:1] != ["sft"]:
         return [*flags, *(rest[1:] if rest[:1] == ["launch"] else ["-m", "fullshard", *rest])]

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import psutil
 import typer
 
 from fullshard.cli.options import path_word
@@ -86,8 +87,6 @@ def _lost(run: RunRecord, watched: float) -> dict[str, str]:
 
 def _is_running(pid: Any, at: str) -> bool:
     """Return whether the process that had this id at a time (ISO 8601) still runs on this host."""
-    import psutil
-
     try:
         process, latest = psutil.Process(pid), datetime.fromisoformat(at) + timedelta(minutes=1)  # clocks are adjusted
         return bool(process.status() != psutil.STATUS_ZOMBIE and process.create_time() < latest.timestamp())
