@@ -32,22 +32,16 @@ class Real:
 
 @dataclass(slots=True)
 class Deal:
-    """The rule that divides the items of each round among the ranks.
-
-    Attributes:
-        per_rank: number of items that each rank gets in a round.
-        drop_last: drop an incomplete last round instead of filling it up.
-        even: fill up an incomplete last round, so that all ranks have the same number of shares of the same size.
-            Scripts can change this at any time.
-        for_all: yield the shares of all ranks in rank order, instead of only this rank's share.
-    """
+    """The rule that divides the items of each round among the ranks."""
 
     rank: int
     world_size: int
-    per_rank: int
-    drop_last: bool
+    per_rank: int  # number of items that each rank gets in a round
+    drop_last: bool  # drop an incomplete last round instead of filling it up
+    # Fill up an incomplete last round, so that all ranks have the same number of shares of the same size. Scripts can
+    # change this at any time.
     even: bool = True
-    for_all: bool = False
+    for_all: bool = False  # yield the shares of all ranks in rank order, instead of only this rank's share
 
     @property
     def round_size(self) -> int:

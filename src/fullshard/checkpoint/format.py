@@ -190,23 +190,14 @@ class ChunkingRecord(_Record):
 
 
 class TensorRecord(_Record):
-    """A tensor that is stored in pieces.
+    """A tensor that is stored in pieces."""
 
-    Attributes:
-        shape: global shape; `()` is a scalar.
-        dtype: torch's name without the prefix, for example `bfloat16`. For coded pieces, the dtype of the decoded
-            values.
-        pieces: the elements that each rank stores; empty pieces are omitted.
-        tiles: the chunking that defines the order in which elements are counted; None if they are counted row by row.
-        aliases: other names of the same tensor (tied parameters).
-        is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are recorded.
-    """
-
-    shape: _Shape
-    dtype: str
-    pieces: tuple[CodedPieceRecord | PieceRecord, ...]
-    aliases: tuple[str, ...] = ()
-    is_stored: bool = True
+    shape: _Shape  # global shape; `()` is a scalar
+    dtype: str  # torch's name, such as `bfloat16`; for coded pieces, the dtype of the decoded values
+    pieces: tuple[CodedPieceRecord | PieceRecord, ...]  # the elements that each rank stores, without empty pieces
+    aliases: tuple[str, ...] = ()  # other names of the same tensor (tied parameters)
+    is_stored: bool = True  # whether its elements are in this checkpoint; if not, only its shape and dtype are recorded
+    # The chunking that defines the order in which elements are counted; None if they are counted row by row.
     tiles: ChunkingRecord | None = Field(default=None, exclude_if=lambda tiles: tiles is None)
 
     @model_validator(mode="after")
@@ -244,15 +235,11 @@ def chunking_record(chunking: Chunking) -> ChunkingRecord | None:
 
 
 class StateTensorRecord(TensorRecord):
-    """A tensor of optimizer state.
+    """A tensor of optimizer state."""
 
-    Attributes:
-        layout: `interval` if it is sharded like its parameter, `replicated` if every rank has all of it.
-        is_on_host: whether it was in host memory, which can differ from the device of its parameter (Adam's `step`).
-    """
-
+    # `interval` if it is sharded like its parameter, `replicated` if every rank has all of it.
     layout: Literal["interval", "replicated"]
-    is_on_host: bool = False
+    is_on_host: bool = False  # can differ from the device of its parameter (Adam's `step`)
 
 
 class StateValueRecord(_Record):
@@ -284,36 +271,27 @@ class MeshRecord(_Record):
 
 
 class Manifest(_Record):
-    """The contents of a checkpoint, except the bytes of its tensors.
+    """The contents of a checkpoint, except the bytes of its tensors."""
 
-    Attributes:
-        format: marks the file as a fullshard manifest.
-        format_version: version of this schema.
-        save_id: unique id of the save, repeated in every data file.
-        saved_at: seconds since the epoch by the clock of rank 0, but always later than the timestamps that rank 0 has
-            seen. See `stamps`.
-        world_size: number of ranks that saved. Random number generators are restored only at this world size.
-        parts: number of checkpoints that were saved together, one per model. They are valid only together.
-        states: name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`).
-        own_names: whether the names of the data files contain `save_id`. This is the case if the checkpoint replaced
-            another one in a store that cannot rename, where the files of both must exist at the same time.
-    """
-
-    format: Literal["fullshard"] = "fullshard"
-    format_version: _Positive = 1
-    save_id: str
+    format: Literal["fullshard"] = "fullshard"  # marks the file as a fullshard manifest
+    format_version: _Positive = 1  # version of this schema
+    save_id: str  # unique id of the save, repeated in every data file
+    # Seconds since the epoch by the clock of rank 0, but always later than the timestamps that rank 0 has seen. See
+    # `stamps`.
     saved_at: Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=_YEAR_9000)]
     fullshard_version: str
     torch_version: str
-    world_size: _Few
+    world_size: _Few  # number of ranks that saved. Random number generators are restored only at this world size.
     mesh: MeshRecord
-    parts: _Few = 1
+    parts: _Few = 1  # number of checkpoints that were saved together, one per model. They are valid only together.
     chunk_nbytes: _Positive = CHUNK_NBYTES
     files: dict[_FileName, FileRecord]
     parameters: dict[str, TensorRecord]
     buffers: dict[str, TensorRecord]
     optimizer: OptimizerRecord | None = None
-    states: dict[str, JsonValue] = {}
+    states: dict[str, JsonValue] = {}  # name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`)
+    # Whether the names of the data files contain `save_id`. This is the case if the checkpoint replaced another one in
+    # a store that cannot rename, where the files of both must exist at the same time.
     own_names: bool = Field(default=False, exclude_if=lambda own_names: not own_names)
 
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:

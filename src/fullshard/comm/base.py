@@ -54,19 +54,14 @@ PACKINGS: dict[torch.dtype, Packing] = {}
 
 
 class FullBuffer(Protocol):
-    """Memory for an unsharded bucket. On every rank of the group, it is filled from `gather` until `free`.
+    """Memory for an unsharded bucket. On every rank of the group, it is filled from `gather` until `free`."""
 
-    Attributes:
-        full: the unsharded bucket, shape (size x S,). Its data has the same address whenever the buffer is filled.
-        main: this rank's interval, shape (S,), or None if `free` discards it. The optimizer updates the weights here.
-        is_persistent: whether the memory stays allocated, so that keeping the bucket unsharded costs nothing.
-        place: the number by which other ranks find the buffer in shared memory. Each rank counts its own buffers, so
-            the numbers no longer match after one rank has failed to shard a model.
-    """
-
-    full: torch.Tensor
+    full: torch.Tensor  # the unsharded bucket, shape (size x S,). Its data has the same address whenever it is filled.
+    # This rank's interval, shape (S,), or None if `free` discards it. The optimizer updates the weights here.
     main: torch.Tensor | None = None
-    is_persistent: bool = False
+    is_persistent: bool = False  # whether the memory stays allocated, so that an unsharded bucket costs nothing
+    # The number by which other ranks find the buffer in shared memory. Each rank counts its own buffers, so the numbers
+    # no longer match after one rank has failed to shard a model.
     place: int | None = None
 
     @property
@@ -139,16 +134,12 @@ class Collectives(Protocol):
 
     Ranks must issue the same calls in the same order. A backend that can match calls by tag reports a mismatch as a
     time-out instead of mixing up data.
-
-    Attributes:
-        sends: whether this backend sends messages. If it does not, packing has no effect.
-        widens: whether `reduce_scatter` can sum in a wider dtype than that of `full` without copying `full` first.
     """
 
     rank: int
     size: int
-    sends: bool = True
-    widens: bool = False
+    sends: bool = True  # whether this backend sends messages. If it does not, packing has no effect.
+    widens: bool = False  # whether `reduce_scatter` can sum in a wider dtype than `full` has, without a copy of it
 
     def full_buffer(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool, packing: Packing | None = None

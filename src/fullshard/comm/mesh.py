@@ -38,32 +38,21 @@ _SAME_MODEL = "build the same model from the same configuration, and load the sa
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """The device mesh as seen by this rank. To get a mesh, call `init_mesh`, which caches meshes.
-
-    Attributes:
-        gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
-            along the replicate axis. Each has its own communicator, so that they do not wait for one another.
-        device_mesh: the matching torch mesh, with the axes (shard,) or (replicate, shard).
-        rank: the number of this rank in the job, which error messages report.
-        ranks: the job-wide numbers of all ranks in the mesh, in the same order as in its groups.
-        world_group, shard_group, replicate_group: process groups; None if the axis has one rank.
-        control_group: a group for small messages in host memory; None if there is only one rank.
-        thread: the thread that created the mesh; ranks may be threads of one process.
-        shard_rank, shard_size, replicate_rank, replicate_size: the rank and size along each axis.
-    """
+    """The device mesh as seen by this rank. To get a mesh, call `init_mesh`, which caches meshes."""
 
     device: torch.device
-    gather: Collectives
-    reduce: Collectives
-    replicate: Collectives
-    device_mesh: DeviceMesh
-    rank: int = 0
-    ranks: tuple[int, ...] = (0,)
-    world_group: dist.ProcessGroup | None = None
+    # Each of these three has its own communicator, so that they do not wait for one another.
+    gather: Collectives  # for unsharding
+    reduce: Collectives  # for gradients along the shard axis
+    replicate: Collectives  # for gradients along the replicate axis
+    device_mesh: DeviceMesh  # the matching torch mesh, with the axes (shard,) or (replicate, shard)
+    rank: int = 0  # the number of this rank in the job, which error messages report
+    ranks: tuple[int, ...] = (0,)  # the job-wide numbers of all ranks in the mesh, in the same order as in its groups
+    world_group: dist.ProcessGroup | None = None  # this and the next two are None if the axis has one rank
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
-    control_group: dist.ProcessGroup | None = None
-    thread: int = field(default_factory=get_ident)
+    control_group: dist.ProcessGroup | None = None  # for small messages in host memory; None if there is one rank
+    thread: int = field(default_factory=get_ident)  # the creator of the mesh; ranks may be threads of one process
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
     _neighbours: dict[int, Collectives] = field(default_factory=dict)
     _next_tag: list[int] = field(default_factory=lambda: [0])

@@ -46,30 +46,18 @@ class Watcher:
 
 @dataclass(slots=True)
 class ProgressRecord:
-    """The current wait of this process, or its most recent one.
+    """The current wait of this process, or its most recent one."""
 
-    Attributes:
-        moves: the number of times that a wait has begun or ended.
-        what: a description of the wait; empty before the first wait.
-        step: the step of this process, counted from 1.
-        is_patient: whether the wait may take long, as when ranks are compared or a checkpoint is saved.
-        groups: the process groups in which this process waits.
-        waited: the total time in seconds that this process has spent waiting.
-        given_up: the reason why this process will stop waiting for the other ranks; empty if it will not.
-        limit: the longest time in seconds that a wait may take, or None if the script has not set a limit.
-        tell: a function that is called after a wait has begun or ended.
-    """
-
-    moves: int = 0
-    what: str = ""
-    step: int = 0
+    moves: int = 0  # the number of times that a wait has begun or ended
+    what: str = ""  # a description of the wait; empty before the first wait
+    step: int = 0  # the step of this process, counted from 1
     is_waiting: bool = False
-    is_patient: bool = False
-    groups: Sequence[dist.ProcessGroup] = ()
-    waited: float = 0.0
-    given_up: str = ""
-    limit: float | None = None
-    tell: Callable[[], None] | None = None
+    is_patient: bool = False  # whether the wait may take long, as when ranks are compared or a checkpoint is saved
+    groups: Sequence[dist.ProcessGroup] = ()  # the process groups in which this process waits
+    waited: float = 0.0  # the total time in seconds that this process has spent waiting
+    given_up: str = ""  # the reason why this process will stop waiting for the other ranks; empty if it will not
+    limit: float | None = None  # the longest wait in seconds, or None if the script has not set a limit
+    tell: Callable[[], None] | None = None  # called after a wait has begun or ended
     watcher: Watcher = field(default_factory=Watcher)
     _entered: float = 0.0
 

@@ -41,32 +41,20 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A row of a dialect. It describes one key, under the name that the current version of the tool uses.
+    """A row of a dialect. It describes one key, under the name that the current version of the tool uses."""
 
-    Attributes:
-        name: The key without dashes and prefixes.
-        status: The effect of the key.
-        target: The path of the setting that the key sets. If there are several settings, see `read`.
-        because: The reason why the key has no effect or is refused; for a translated key, its meaning in fullshard.
-        spellings: Deprecated or incorrect spellings that are accepted too.
-        read: A function that converts the value to settings by path, for rows that do more than `target = value`. It
-            raises `ConfigError` or `ValueError` if the value is invalid. It returns None if the key has no effect, or a
-            string with the reason.
-        section: The dialect of the nested mapping, if the value is one.
-        unset: Values that switch the feature off. They are allowed even if the key is refused. Rows with `read` do not
-            use them.
-        variable: The environment variable that corresponds to the key.
-    """
-
-    name: str
-    status: Status = Status.USED
-    target: str = ""
-    because: str = ""
-    spellings: tuple[str, ...] = ()
+    name: str  # without dashes and prefixes
+    status: Status = Status.USED  # the effect of the key
+    target: str = ""  # the path of the setting that the key sets. If there are several settings, see `read`.
+    because: str = ""  # why the key has no effect or is refused; for a translated key, its meaning in fullshard
+    spellings: tuple[str, ...] = ()  # deprecated or incorrect spellings that are accepted too
+    # Converts the value to settings by path, for rows that do more than `target = value`. Raises `ConfigError` or
+    # `ValueError` if the value is invalid. Returns None if the key has no effect, or a string with the reason.
     read: Read | None = None
-    section: Dialect | None = None
+    section: Dialect | None = None  # the dialect of the nested mapping, if the value is one
+    # Values that switch the feature off. They are allowed even if the key is refused. Rows with `read` do not use them.
     unset: tuple[Any, ...] = (None, False, "", "no", "false", "none")
-    variable: str | None = None
+    variable: str | None = None  # the environment variable that corresponds to the key
 
     def settings(self, value: Any) -> Settings | str | None:
         """Return the settings that `value` sets. Instead, this may be None or a reason, as described for `read`."""

@@ -137,20 +137,14 @@ _WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 @dataclass(slots=True)
 class CommandLine:
-    """A command line, split into flags, the target, and the arguments of the target.
-
-    Attributes:
-        options: The flags that control this command itself, by name.
-        entries: The other flags, which change settings.
-        given: All flags in the given order, each as its name and the words that were written for it.
-    """
+    """A command line, split into flags, the target, and the arguments of the target."""
 
     kind: Kind = "script"
     target: str | None = None
     arguments: list[str] = field(default_factory=list)
-    options: dict[str, Entry] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
-    given: list[tuple[str, list[str]]] = field(default_factory=list)
+    options: dict[str, Entry] = field(default_factory=dict)  # the flags that control this command itself, by name
+    entries: list[Entry] = field(default_factory=list)  # the other flags, which change settings
+    given: list[tuple[str, list[str]]] = field(default_factory=list)  # all flags in order, each with its words
 
     def option(self, name: str) -> Any:
         """Return the value of an option, or None if it was not given."""

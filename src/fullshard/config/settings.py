@@ -14,17 +14,12 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Additional facts about a setting, which are not in its description.
+    """Additional facts about a setting, which are not in its description."""
 
-    Attributes:
-        ask: The question in the questionnaire, or an empty string if the questionnaire does not ask about the setting.
-        answers: The description of each possible answer, by value. Empty if the answer is text or a number.
-        overruled_by: Other settings of the group that express the same choice. If a source of higher precedence sets
-            one of them, this setting is ignored.
-    """
-
-    ask: str = ""
-    answers: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    ask: str = ""  # the question in the questionnaire; empty if the questionnaire does not ask about the setting
+    answers: Mapping[Any, str] = dataclasses.field(default_factory=dict)  # by value; empty for text or a number
+    # Other settings of the group that express the same choice. If a source of higher precedence sets one of them, this
+    # setting is ignored.
     overruled_by: tuple[str, ...] = ()
 
     @classmethod

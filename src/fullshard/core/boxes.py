@@ -15,19 +15,12 @@ from fullshard.core.layout import Interval
 
 @dataclass(frozen=True, slots=True)
 class IntervalBox:
-    """A rectangular part of a tensor, given by a range of indices in each dim.
+    """A rectangular part of a tensor, given by a range of indices in each dim."""
 
-    Attributes:
-        offsets: The index of the first element, in each dim.
-        sizes: The number of elements in each dim.
-        start: The position of the first element in the interval.
-        strides: The distance between neighboring elements in the interval, along each dim.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    strides: tuple[int, ...]
+    offsets: tuple[int, ...]  # the index of the first element, in each dim
+    sizes: tuple[int, ...]  # the number of elements in each dim
+    start: int  # the position of the first element in the interval
+    strides: tuple[int, ...]  # the distance between neighboring elements in the interval, along each dim
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -54,17 +47,12 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """A way to cut a tensor into parts.
+    """A way to cut a tensor into parts."""
 
-    Attributes:
-        dim: The dim to cut along.
-        parts: The number of parts. The tensor is cut as by `torch.chunk`, so the last parts may be empty.
-        groups: The number of groups of equal size that are each cut this way, for a layer that packs several matrices
-            into one. Each part contains one piece of every group.
-    """
-
-    dim: int
-    parts: int
+    dim: int  # the dim to cut along
+    parts: int  # the number of parts, cut as by `torch.chunk`, so the last parts may be empty
+    # The number of groups of equal size that are each cut this way, for a layer that packs several matrices into one.
+    # Each part contains one piece of every group.
     groups: int = 1
 
     def pieces(self, shape: tuple[int, ...], part: int) -> list[tuple[int, int, int]]:

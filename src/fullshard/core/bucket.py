@@ -37,27 +37,18 @@ class BucketKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The plan of a bucket. Make it with `BucketPlan.of`.
+    """The plan of a bucket. Make it with `BucketPlan.of`."""
 
-    Attributes:
-        layout: Which rank owns which elements. Each parameter is named by its index.
-        dtype, compute_dtype, reduce_dtype: The dtypes of stored and unsharded parameters and of reduced gradients.
-        weights_as, gradients_as: The dtypes to which intervals are packed for sending, or None if they are not packed.
-        offload: The parts that are kept in host memory.
-        whole_dtype: The dtype of the gathered parameter if the parameter's class determines it, or None.
-        form: The form in which the bucket is stored and sent, or None if it is stored as numbers.
-    """
-
-    layout: BucketLayout
-    dtype: str
-    compute_dtype: str
-    reduce_dtype: str
+    layout: BucketLayout  # which rank owns which elements. Each parameter is named by its index.
+    dtype: str  # of stored parameters
+    compute_dtype: str  # of unsharded parameters
+    reduce_dtype: str  # of reduced gradients
     trainable: bool
-    weights_as: str | None = None
-    gradients_as: str | None = None
-    offload: Offload = field(default_factory=Offload)
-    whole_dtype: str | None = None
-    form: StoredForm | None = None
+    weights_as: str | None = None  # the dtype to which intervals are packed for sending, or None if they are not packed
+    gradients_as: str | None = None  # the same for gradients
+    offload: Offload = field(default_factory=Offload)  # the parts that are kept in host memory
+    whole_dtype: str | None = None  # the dtype of the gathered parameter, if the parameter's class determines it
+    form: StoredForm | None = None  # how the bucket is stored and sent, or None if it is stored as numbers
 
     @classmethod
     def of(

@@ -35,22 +35,15 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A transition of a unit.
-
-    Attributes:
-        kind: What happened.
-        unit: The name of the unit, which is the qualified name of its module and is empty for the root.
-        nbytes: The size in bytes of the communicated, freed, or copied buffer, or 0 if there is none.
-        what: The data copied to or from the host: `compute shard`, `gradient`, `optimizer state`, or `activations`. For
-            pieces of matrices, the direction: `to owners`, `from owners`, or `to replicas`.
-        bucket: The index of the bucket in the unit; not used for activations.
-    """
+    """A transition of a unit."""
 
     kind: EventKind
-    unit: str
-    nbytes: int = 0
+    unit: str  # the qualified name of the unit's module, which is empty for the root
+    nbytes: int = 0  # the size in bytes of the communicated, freed, or copied buffer, or 0 if there is none
+    # The data copied to or from the host: `compute shard`, `gradient`, `optimizer state`, or `activations`. For pieces
+    # of matrices, the direction: `to owners`, `from owners`, or `to replicas`.
     what: str = ""
-    bucket: int = 0
+    bucket: int = 0  # the index of the bucket in the unit; not used for activations
 
 
 EventSink = Callable[[Event], None]

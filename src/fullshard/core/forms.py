@@ -34,13 +34,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A form in which weights are stored. The parts of a weight are adjacent in memory, in the order of `parts`.
-
-    Attributes:
-        parts: The codes, the scales, and, if the scales are stored as codes too, the parts from which they are decoded.
-    """
+    """A form in which weights are stored. The parts of a weight are adjacent in memory, in the order of `parts`."""
 
     name: str
+    # The codes, the scales, and, if the scales are stored as codes too, the parts from which they are decoded.
     parts: tuple[Part, ...]
 
     @cached_property

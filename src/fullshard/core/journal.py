@@ -46,18 +46,12 @@ class Happening(StrEnum):
 
 @dataclass(slots=True)
 class Journal:
-    """The journal of this process.
+    """The journal of this process."""
 
-    Attributes:
-        path: The file, or None if no events are written.
-        step: The current or last step of the run, counted from 1.
-        is_told: Whether a loop that counts across restarts sets `step`. Otherwise, it counts this process's steps.
-    """
-
-    path: Path | None = None
+    path: Path | None = None  # the file, or None if no events are written
     rank: int | None = None
-    step: int | None = None
-    is_told: bool = False
+    step: int | None = None  # the current or last step of the run, counted from 1
+    is_told: bool = False  # whether a loop that counts across restarts sets `step`; if not, it counts this process's
 
     def tell(self, step: int) -> None:
         """Set the current step of the run, as counted across restarts."""

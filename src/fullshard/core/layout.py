@@ -59,21 +59,13 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The offsets of a bucket's parameters and the interval of every rank. Build it with `BucketLayout.build`.
+    """The offsets of a bucket's parameters and the interval of every rank. Build it with `BucketLayout.build`."""
 
-    Attributes:
-        specs: The parameters in definition order.
-        offsets: The offset of each parameter in the bucket, in elements.
-        shard_numel: The number of elements per rank, S.
-        world_size: The number of ranks that share the bucket, which form one shard group.
-        alignment: A divisor of every parameter offset and of every interval start, in elements.
-    """
-
-    specs: tuple[ParameterSpec, ...]
-    offsets: tuple[int, ...]
-    shard_numel: int
-    world_size: int
-    alignment: int
+    specs: tuple[ParameterSpec, ...]  # the parameters in definition order
+    offsets: tuple[int, ...]  # the offset of each parameter in the bucket, in elements
+    shard_numel: int  # the number of elements per rank, S
+    world_size: int  # the number of ranks that share the bucket, which form one shard group
+    alignment: int  # a divisor of every parameter offset and of every interval start, in elements
 
     @classmethod
     def build(

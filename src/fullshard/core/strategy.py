@@ -40,22 +40,15 @@ Placements = Mapping[Axis, Placement]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A row of the strategy table.
+    """A row of the strategy table."""
 
-    Attributes:
-        name: The name that users write, such as `FULL_SHARD`.
-        code: The strategy's number in Accelerate, or None if Accelerate does not have this strategy.
-        parameters, gradients, optimizer_state: The placements, all on the same axes. All sharded tensors are divided
-            into the same intervals.
-        frees_after_forward: Whether unsharded parameters are freed between forward and backward.
-    """
-
-    name: str
-    code: int | None
+    name: str  # the name that users write, such as `FULL_SHARD`
+    code: int | None  # the strategy's number in Accelerate, or None if Accelerate does not have this strategy
+    # The placements, all on the same axes. All sharded tensors are divided into the same intervals.
     parameters: Placements = field(hash=False)
     gradients: Placements = field(hash=False)
     optimizer_state: Placements = field(hash=False)
-    frees_after_forward: bool
+    frees_after_forward: bool  # whether unsharded parameters are freed between forward and backward
 
     @property
     def placements(self) -> tuple[Placements, Placements, Placements]:

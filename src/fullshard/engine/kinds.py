@@ -23,21 +23,14 @@ if TYPE_CHECKING:
 
 
 class ParameterKind:
-    """Defines how parameters of one kind are sharded. This base class does so for plain parameters.
+    """Defines how parameters of one kind are sharded. This base class does so for plain parameters."""
 
-    Attributes:
-        bucket_type: the class of buckets for these parameters; None means `Bucket`.
-        is_alone: whether each parameter needs its own bucket, in which each rank owns complete rows.
-        is_exact: whether the bytes have a special meaning, so that they are never cast or used in arithmetic.
-        is_packed: whether the bucket may send rounded values.
-        why_no_cast: why sharded parameters cannot be cast to another dtype; empty if they can.
-    """
-
-    bucket_type: ClassVar[type[Bucket] | None] = None
-    is_alone: ClassVar[bool] = False
+    bucket_type: ClassVar[type[Bucket] | None] = None  # the class of buckets for these parameters; None means `Bucket`
+    is_alone: ClassVar[bool] = False  # whether each parameter has its own bucket, in which each rank owns complete rows
+    # Whether the bytes have a special meaning, so that they are never cast or used in arithmetic.
     is_exact: ClassVar[bool] = False
-    is_packed: ClassVar[bool] = True
-    why_no_cast: ClassVar[str] = ""
+    is_packed: ClassVar[bool] = True  # whether the bucket may send rounded values
+    why_no_cast: ClassVar[str] = ""  # why sharded parameters cannot be cast to another dtype; empty if they can
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter or buffer is of this kind."""

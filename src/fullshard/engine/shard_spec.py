@@ -30,16 +30,11 @@ class RaggedShard(Placement):
     `is_shard()` returns False, as for torch's own `_StridedShard`. Callers that get True (torch's redistribution and
     `parallel.fsdp`, and Transformers when it reads files) cut a tensor along `.dim`, but an interval has no such dim.
     DCP, clipping, optimizers, PEFT and Accelerate do not call it.
-
-    Attributes:
-        shard_numel: number of elements of the bucket that each rank owns.
-        offset: start of the tensor in the bucket.
-        row_numel: number of elements in a row, if the local part has the shape of rows; 0 if it is flat.
     """
 
-    shard_numel: int
-    offset: int
-    row_numel: int = field(default=0, repr=False)
+    shard_numel: int  # number of elements of the bucket that each rank owns
+    offset: int  # start of the tensor in the bucket
+    row_numel: int = field(default=0, repr=False)  # elements in a row; 0 if the local part is flat
 
     def __post_init__(self) -> None:
         """Create the C++ half of the placement. Without it, methods such as `is_shard()` would crash the process."""
@@ -56,19 +51,13 @@ class RaggedShard(Placement):
 
 @dataclass(slots=True)
 class ReductionSettings:
-    """The settings for reducing the gradients of one unit.
+    """The settings for reducing the gradients of one unit."""
 
-    Attributes:
-        divisor: the number by which the sum of gradients over all ranks is divided.
-        requires_all_reduce: whether to reduce along the replicate axis. While it is False, results are accumulated.
-        hook: called with this rank's interval of each reduced gradient before it is published.
-        watch: a function that inspects parts of reduced gradients; see `comm.base.Reduction`.
-    """
-
-    divisor: float
-    requires_all_reduce: bool = True
+    divisor: float  # the number by which the sum of gradients over all ranks is divided
+    requires_all_reduce: bool = True  # whether to reduce along the replicate axis; if not, results are accumulated
+    # Called with this rank's interval of each reduced gradient before it is published.
     hook: Callable[[torch.Tensor], object] | None = None
-    watch: Watch | None = None
+    watch: Watch | None = None  # inspects parts of reduced gradients; see `comm.base.Reduction`
 
     @classmethod
     def of(cls, mesh: Mesh) -> ReductionSettings:

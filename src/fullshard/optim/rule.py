@@ -25,18 +25,12 @@ class MatrixRule:
     `str()` summarizes the rule in one line. The matrix optimizer updates hidden matrices, including convolutions,
     expert weights and LoRA factors. AdamW updates embeddings, the output head and vectors (norms, biases). This is the
     assignment that Keller Jordan published for Muon.
-
-    Attributes:
-        optimizer: the name of the optimizer that updates the matrices.
-        matrices: matrices and batches of matrices.
-        convolutions: convolutions, each treated as one matrix with one row per output channel.
-        embeddings, heads, vectors: the parameters that AdamW updates.
     """
 
-    optimizer: str = "Muon"
-    matrices: dict[str, nn.Parameter] = field(default_factory=dict)
-    convolutions: dict[str, nn.Parameter] = field(default_factory=dict)
-    embeddings: dict[str, nn.Parameter] = field(default_factory=dict)
+    optimizer: str = "Muon"  # the name of the optimizer that updates the matrices
+    matrices: dict[str, nn.Parameter] = field(default_factory=dict)  # matrices and batches of matrices
+    convolutions: dict[str, nn.Parameter] = field(default_factory=dict)  # a matrix each, one row per output channel
+    embeddings: dict[str, nn.Parameter] = field(default_factory=dict)  # AdamW updates this and the next two
     heads: dict[str, nn.Parameter] = field(default_factory=dict)
     vectors: dict[str, nn.Parameter] = field(default_factory=dict)
 

@@ -18,21 +18,15 @@ from fullshard.core.layout import Interval
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter and every place in the module tree where it occurs.
-
-    Attributes:
-        owners: `(module, attribute)` for each place, in definition order.
-        replaced: earlier objects of this parameter, which the user may still hold (such as those on the meta device).
-        compute_dtype: the dtype in which forward computes with the parameter, if it differs from the unit's.
-        by_rows: whether each rank gets complete rows of the parameter, which torch sees as `Shard(0)`.
-        data_axes: the data axes of the parameter's mesh if it is a DTensor. In forward, it is replicated along them.
-    """
+    """One parameter and every place in the module tree where it occurs."""
 
     parameter: nn.Parameter
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # `(module, attribute)` for each place
+    # Earlier objects of this parameter, which the user may still hold (such as those on the meta device).
     replaced: list[nn.Parameter] = field(default_factory=list)
-    compute_dtype: torch.dtype | None = None
-    by_rows: bool = False
+    compute_dtype: torch.dtype | None = None  # the dtype of the parameter in forward, if it differs from the unit's
+    by_rows: bool = False  # whether each rank gets complete rows of the parameter, which torch sees as `Shard(0)`
+    # The data axes of the parameter's mesh if it is a DTensor. In forward, it is replicated along them.
     data_axes: frozenset[int] = frozenset()
 
     @property

@@ -20,29 +20,18 @@ DEVICE = "device"
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A task that a stream runs.
+    """A task that a stream runs."""
 
-    Attributes:
-        stream, name: labels for users.
-        resource: the resource that the task uses, or "" if it only waits for another task.
-        work: seconds for which the task still needs its resource. They begin after `latency` seconds, which do not
-            depend on other tasks.
-        launched: when the host launched the task.
-        waits_for: another task that must end first.
-        start, end: when the task ran, or infinity until that is known.
-        phase: the phase of the script when the task was launched.
-    """
-
-    stream: str
+    stream: str  # a label for users, as is `name`
     name: str
-    resource: str
-    launched: float
-    work: float = 0.0
-    latency: float = 0.0
-    waits_for: Task | None = None
-    start: float = math.inf
-    end: float = math.inf
-    phase: str = ""
+    resource: str  # the resource that the task uses, or "" if it only waits for another task
+    launched: float  # when the host launched the task
+    work: float = 0.0  # seconds for which the task still needs its resource; they begin after `latency`
+    latency: float = 0.0  # seconds that do not depend on other tasks
+    waits_for: Task | None = None  # another task that must end first
+    start: float = math.inf  # when the task began; infinity until that is known
+    end: float = math.inf  # when the task ended; infinity until that is known
+    phase: str = ""  # the phase of the script when the task was launched
 
 
 @dataclass(slots=True, eq=False)
@@ -67,19 +56,12 @@ class Stream:
 
 @dataclass(slots=True)
 class Clock:
-    """The host's clock and the streams' clocks on one rank.
+    """The host's clock and the streams' clocks on one rank."""
 
-    Attributes:
-        contention: the fraction by which a concurrent collective slows down a kernel.
-        host: the time on the host's clock.
-        device: the time up to which the clocks of the streams have advanced.
-        blocked: seconds that the host has waited for the device.
-    """
-
-    contention: float = 0.0
-    host: float = 0.0
-    device: float = 0.0
-    blocked: float = 0.0
+    contention: float = 0.0  # the fraction by which a concurrent collective slows down a kernel
+    host: float = 0.0  # the time on the host's clock
+    device: float = 0.0  # the time up to which the clocks of the streams have advanced
+    blocked: float = 0.0  # seconds that the host has waited for the device
     streams: list[Stream] = field(default_factory=list)
 
     def stream(self, name: str) -> Stream:

@@ -33,36 +33,22 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The figures and the tasks of one step.
+    """The figures and the tasks of one step."""
 
-    Attributes:
-        seconds: from the first launch to the end of the last task.
-        compute: seconds in which a kernel runs.
-        communication: seconds in which data is sent, whether or not a kernel runs at the same time.
-        exposed: the part of `communication` in which no kernel runs.
-        idle: seconds in which nothing runs because the device waits for the host.
-        host: seconds until the host has launched everything, without `blocked`.
-        blocked: seconds during that time in which the host waits for the device.
-        launches, collectives: how many kernels and collectives the host has launched.
-        peak_allocated: peak of the allocated bytes on the device.
-        state: bytes allocated before the step.
-        memory: (seconds, bytes allocated) pairs, with the time on the host's clock. The step started at `begin`.
-    """
-
-    seconds: float
-    compute: float
-    communication: float
-    exposed: float
-    idle: float
-    host: float
-    blocked: float
-    launches: int
-    collectives: int
-    peak_allocated: int
-    state: int
-    begin: float
+    seconds: float  # from the first launch to the end of the last task
+    compute: float  # seconds in which a kernel runs
+    communication: float  # seconds in which data is sent, whether or not a kernel runs at the same time
+    exposed: float  # the part of `communication` in which no kernel runs
+    idle: float  # seconds in which nothing runs because the device waits for the host
+    host: float  # seconds until the host has launched everything, without `blocked`
+    blocked: float  # seconds during that time in which the host waits for the device
+    launches: int  # number of kernels that the host has launched
+    collectives: int  # number of collectives that the host has launched
+    peak_allocated: int  # peak of the allocated bytes on the device
+    state: int  # bytes allocated before the step
+    begin: float  # when the step started, on the host's clock
     tasks: Sequence[Task]
-    memory: Sequence[tuple[float, int]]
+    memory: Sequence[tuple[float, int]]  # (seconds on the host's clock, bytes allocated) pairs
 
     def figures(self) -> dict[str, float | int]:
         """Return all figures except the tasks and the memory curve, for a benchmark record."""

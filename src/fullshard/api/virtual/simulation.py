@@ -46,20 +46,14 @@ SENT = ("gather", "reduce", "replicate", "cp", "sp")
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The engine's actions in its second step, and the planner's prediction of them.
+    """The engine's actions in its second step, and the planner's prediction of them."""
 
-    Attributes:
-        sharding: the description of the sharding that is reported at start-up.
-        traffic, counted: predicted and actual bytes that this rank sends (gather, reduce, replicate, cp, sp).
-        main_nbytes, predicted_main_nbytes: actual and predicted bytes of the main weights.
-    """
-
-    sharding: Sharding
+    sharding: Sharding  # the description of the sharding that is reported at start-up
     events: list[Event]
     predicted: list[Event]
-    traffic: Traffic
-    counted: tuple[int, ...]
-    main_nbytes: int
+    traffic: Traffic  # predicted bytes that this rank sends
+    counted: tuple[int, ...]  # actual bytes that this rank sends (gather, reduce, replicate, cp, sp)
+    main_nbytes: int  # bytes of the main weights
     predicted_main_nbytes: int
 
     @property

@@ -10,17 +10,13 @@ from fullshard.engine.parameter import ShardedParameter
 
 
 class OptimizerAdapter:
-    """Base class of adapters from optimizers to sharded parameters. It does nothing, which suits most optimizers.
+    """Base class of adapters from optimizers to sharded parameters. It does nothing, which suits most optimizers."""
 
-    Attributes:
-        needs_plain_memory: whether the optimizer accesses a tensor's memory directly, and so rejects a wrapper of
-            several tensors.
-        keeps_plain_state: whether its state consists of plain tensors of this rank's intervals, even between steps.
-        works_on_parts: whether it can update parts of tensors, even if its update rule is not element-wise.
-    """
-
+    # Whether the optimizer accesses a tensor's memory directly, and so rejects a wrapper of several tensors.
     needs_plain_memory: ClassVar[bool] = False
+    # Whether its state consists of plain tensors of this rank's intervals, even between steps.
     keeps_plain_state: ClassVar[bool] = False
+    # Whether it can update parts of tensors, even if its update rule is not element-wise.
     works_on_parts: ClassVar[bool] = False
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
