@@ -275,8 +275,10 @@ def repository() -> str:
     return str(urls["Repository"])
 
 
-def test_links_of_the_readme_hold_on_a_package_page() -> None:
-    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def test_the_readme_is_short_and_its_links_hold_on_a_package_page() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 120, "move to docs/ what a newcomer does not need first"
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     assert len(links) > 20
     assert [link for link in links if not link.startswith(f"{repository()}/")] == []
