@@ -1,7 +1,8 @@
 """What other engines need for the same job: the same activations and logits, their own way of holding parameters.
 
-Used to check the formulas against published figures and to show what differs. Two moments can be the fullest: the
-loss's backward (all activations and the logits) and a layer's backward (all inputs of layers, one layer recomputed).
+Used to check the formulas against published figures and to show what differs. Three moments can be the fullest: the
+loss's backward (all activations and the logits), a layer's backward (all inputs of layers, one layer recomputed) and
+the optimizer's step.
 
 | term | FSDP1 with Transformers and PEFT | FSDP2 (torchtitan) | here |
 |---|---|---|---|
@@ -55,9 +56,6 @@ CONTEXT, NCCL = 2**29, 2**30
 """Bytes that only nvidia-smi sees: the CUDA context with its kernels (0.4 to 0.6 GiB) and NCCL's buffers (about 1 GiB
 for the communicators of one job on several devices)."""
 
-INFLIGHT = 5
-"""Inputs of layers that are on the device at a time if prime-rl moves them to the host (`max_inflight_activations`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -101,9 +99,14 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
     trained = apply_method(model, job)
     shards = 1 if peer.is_whole else ranks
     persistent = _persistent(trained, job, peer, shards)
-    loss, layer = _loss_moment(trained, job, peer), _layer_moment(trained, job, peer, shards)
-    worst = loss if sum(loss.values()) > sum(layer.values()) else layer
-    terms = {**persistent, **({} if peer.is_whole else _gathered(trained, job, peer)), **worst}
+    gathered = {} if peer.is_whole else _gathered(trained, job, peer)
+    moments: list[dict[str, int]] = [
+        {**gathered, **_loss_moment(trained, job, peer)},
+        {**gathered, **_layer_moment(trained, job, peer, shards)},
+        _step_moment(trained, job, peer, shards),
+    ]
+    fullest = max(range(len(moments)), key=lambda number: sum(moments[number].values()))
+    terms = {**persistent, **moments[fullest]}
     transient = sum(terms.values()) - sum(persistent.values())
     if peer.tool != "allocated":
         terms["allocator"] = fragments_nbytes(transient, is_alone=ranks == 1)
@@ -124,8 +127,12 @@ def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str
         "frozen parameters": on_device * frozen // ranks,
         "scales": sum(p.nbytes for p in model.parameters if p.role == "scale"),
         "main weights": on_device * trained * width * (1 + peer.spare_adapters) // ranks,
-        "optimizer state": round(on_device * trained * job.planned_optimizer.state_nbytes(main) / ranks),
+        "optimizer state": 0 if job.on_host.optimizer_state else _state(model, job, main) // ranks,
     }
+
+
+def _state(model: ModelShape, job: Job, main: str) -> int:
+    return round(model.trainable_numel * job.planned_optimizer.state_nbytes(main))
 
 
 def _unit_nbytes(unit: UnitShape, job: Job, spare: int = 0) -> int:
@@ -178,9 +185,12 @@ def _mixture(block: Block, job: Job) -> tuple[int, int]:
 
 
 def _kept(model: ModelShape, job: Job, peer: Peer) -> int:
-    """What all layers keep until their backward. If it is on the host, only the last inputs are on the device."""
+    """What all layers keep until their backward. If it is on the host, one layer's is on the device.
+
+    prime-rl copies without a second stream (`use_streams` in utils/act_offloading.py), so it keeps no others.
+    """
     kept = [_layer(block, job, peer).kept for block in model.blocks]
-    return sum(kept[-INFLIGHT:] if job.offload_activations else kept)
+    return sum(kept[-1:] if job.offload_activations else kept)
 
 
 def _loss_moment(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
@@ -208,6 +218,19 @@ def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[s
         # Reductions under way: gradients in the compute dtype, and the reduce input in that of the sum.
         "unsharded gradients": trained * (compute + width),
         "gradients": on_device * model.trainable_numel * width // ranks,
+    }
+
+
+def _step_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
+    """The optimizer's step, for which state on the host comes back if the weights are on the device."""
+    if job.offload:
+        return {}
+    main = job.main_dtype if job.method == "full" else peer.adapter_dtype
+    width = itemsize(main) * model.trainable_numel // ranks
+    return {
+        "gradients": width,
+        "optimizer's temporaries": width * job.planned_optimizer.has_temporaries,
+        "optimizer state, for the step": _state(model, job, main) // ranks * job.on_host.optimizer_state,
     }
 
 
