@@ -155,7 +155,7 @@ def test_only_parking_listens_to_a_gather() -> None:
     fully_shard(model)
     extensions: Extensions = units_of(model)[0].schedule.extensions
     assert [type(tell.__self__) for tell in extensions.before_gather] == [Parking]  # type: ignore[attr-defined]
-    assert extensions.watch is not None
+    assert extensions.inspector is not None
 
 
 def test_a_message_needs_who_hears_it() -> None:

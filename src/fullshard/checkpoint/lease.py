@@ -24,7 +24,7 @@ from typing import Any
 
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit, read_small
 from fullshard.checkpoint.storage import unheld
-from fullshard.core.errors import ConfigError, StoreError, cut, printable
+from fullshard.core.errors import ConfigError, StoreError, printable, shortened
 from fullshard.core.files import parse_object
 from fullshard.core.process import stat_of, this_machine
 
@@ -116,7 +116,9 @@ def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot create a directory at {cut(str(path.parent), 300)}: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot create a directory at {shortened(str(path.parent), 300)}: {error.strerror}"
+            ) from None
         try:
             _HELD[path] = _take_file(path)
         except OSError as error:  # the file system does not support locks

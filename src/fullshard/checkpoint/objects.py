@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, cut
+from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, shortened
 from fullshard.core.files import SMALL_NBYTES, read_bytes
 from fullshard.core.paths import local_path
 
@@ -164,7 +164,7 @@ def asked(path: ObjectPath, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # each client has its own error types
         raise StoreError(
-            f"{path} cannot be {what}: {type(error).__name__}: {cut(str(error), 500)}",
+            f"{path} cannot be {what}: {type(error).__name__}: {shortened(str(error), 500)}",
             hint=(
                 "check the address, the credentials and the store; the store's client has already retried several times"
             ),

@@ -102,7 +102,7 @@ class BufferSpec:
     packing: Packing | None = None
 
 
-Watch = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
+Inspector = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 """A function `(part, terms)` that inspects part of a sum while the part is still in a CPU's cache. `terms` are the
 available contributions to it, by rank of the group. A term may be in the memory that now holds the part."""
 
@@ -111,14 +111,14 @@ available contributions to it, by rank of the group. A term may be in the memory
 class Reduction:
     """Describes a reduction to a backend, which sums gradients in `dtype` and divides the sum by `divisor`.
 
-    If intervals are sent packed, they are unpacked before summation. `watch` is called with every part of the result.
+    If intervals are sent packed, they are unpacked before summation. `inspector` gets every part of the result.
     """
 
     tag: int
     divisor: float
     packing: Packing | None
     dtype: torch.dtype
-    watch: Watch | None = None
+    inspector: Inspector | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Collectives(Protocol):
         divisor: float = 1.0,
         packing: Packing | None = None,
         dtype: torch.dtype | None = None,
-        watch: Watch | None = None,
+        inspector: Inspector | None = None,
     ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, and return this rank's S elements divided by `divisor`.
 
@@ -172,7 +172,7 @@ class Collectives(Protocol):
         """
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)
-        how = Reduction(tag, divisor, packing if self.sends else None, dtype or full.dtype, watch)
+        how = Reduction(tag, divisor, packing if self.sends else None, dtype or full.dtype, inspector)
         return self._reduce(full, how) if how.packing is None else how.packing.reduce(self, full, how)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
@@ -196,11 +196,6 @@ class Collectives(Protocol):
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads memory that this rank has freed. The main weights may change afterwards."""
         return
-
-
-def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Split a flat tensor into consecutive views of the given sizes."""
-    return list(flat.split_with_sizes(list(sizes)))
 
 
 def own_interval(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Parts, Reduction, Watch, Work, WorkOf, cut, own_interval
+from fullshard.comm.base import Inspector, Parts, Reduction, Work, WorkOf, own_interval
 from fullshard.comm.torch_dist import NativeCollectives, filling
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 
@@ -39,14 +39,14 @@ class GlooCollectives(NativeCollectives):
                 works.pop().wait()  # the work keeps the received message alive
             # Sum into a received part, so that the unsharded buffer can be freed and no other memory is needed.
             into = contributions[1 if self.rank == 0 else 0]
-            return average(contributions, into, how.divisor, how.watch)
+            return average(contributions, into, how.divisor, how.inspector)
 
         return WorkOf(wait)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Send every peer its part, and receive this rank's parts from all peers. Empty parts are not sent."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
-        there, here = cut(leaving, parts.leaving), cut(arriving, parts.arriving)
+        there, here = leaving.split_with_sizes(parts.leaving), arriving.split_with_sizes(parts.arriving)
         works = self._messages(there, here, tag)
         here[self.rank].copy_(there[self.rank])
         return filling(arriving, works)
@@ -114,7 +114,7 @@ def _begun(begin: Callable[..., dist.Work | None], tensor: torch.Tensor, **how: 
 
 @torch.no_grad()
 def average(
-    terms: Sequence[torch.Tensor], into: torch.Tensor, divisor: float, watch: Watch | None = None
+    terms: Sequence[torch.Tensor], into: torch.Tensor, divisor: float, inspector: Inspector | None = None
 ) -> torch.Tensor:
     """Add at least two `terms`, one per rank, divide the sum by `divisor`, write it to `into`, and return `into`.
 
@@ -129,8 +129,8 @@ def average(
         total = _tree_sum(parts, [room[: block.numel()] for room in rooms] or [block])
         if divisor != 1:
             total.div_(divisor)
-        if watch is not None:
-            watch(total, dict(enumerate(parts)))
+        if inspector is not None:
+            inspector(total, dict(enumerate(parts)))
         if rooms:  # in a separate buffer, because `into` may be a term that is still needed
             block.copy_(total)
     return into

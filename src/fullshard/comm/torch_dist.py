@@ -34,8 +34,8 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
     def wait() -> torch.Tensor:
         work.wait()
         average = total / how.divisor  # never a view, so that the unsharded buffer is freed
-        if how.watch is not None:
-            how.watch(average, {})
+        if how.inspector is not None:
+            how.inspector(average, {})
         return average
 
     return WorkOf(wait)
@@ -82,8 +82,8 @@ class Alone(Collectives):
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         if how.divisor != 1:
             full.div_(how.divisor)
-        if how.watch is not None:
-            how.watch(full, {0: full})
+        if how.inspector is not None:
+            how.inspector(full, {0: full})
         return completed(full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:

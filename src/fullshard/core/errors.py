@@ -23,7 +23,8 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
     """Return text from an untrusted source with terminal control characters escaped, cut to `limit` characters."""
-    return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), cut(text, limit)), limit)
+    escaped = _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), shortened(text, limit))
+    return shortened(escaped, limit)
 
 
 def plural(count: int, noun: str) -> str:
@@ -38,7 +39,7 @@ def filled(text: str) -> str:
     return "\n".join(textwrap.fill(line, 80, subsequent_indent=indent, **words) for line, indent in indented)
 
 
-def cut(text: str, limit: int) -> str:
+def shortened(text: str, limit: int) -> str:
     """Return `text`, with its middle removed if it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
@@ -78,7 +79,7 @@ class FullshardError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        message = cut("\n".join(map(printable, message.split("\n"))), MAX_MESSAGE)
+        message = shortened("\n".join(map(printable, message.split("\n"))), MAX_MESSAGE)
         super().__init__(message if hint is None else f"{message}\nhint: {printable(hint)}")
         self.hint = hint
 

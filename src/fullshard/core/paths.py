@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from fullshard.core.errors import ConfigError, cut
+from fullshard.core.errors import ConfigError, shortened
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, because `pathlib` reduces two slashes to one
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
@@ -40,8 +40,8 @@ def check_path(written: str) -> None:
     for part in written.split("/"):
         if len(os.fsencode(part)) > _LONGEST_NAME:
             raise ConfigError(
-                f"{cut(written, 300)!r} contains a name of {len(part)} characters, but file systems allow at most "
-                f"{_LONGEST_NAME} bytes",
+                f"{shortened(written, 300)!r} contains a name of {len(part)} characters, but file systems allow "
+                f"at most {_LONGEST_NAME} bytes",
                 hint="check the quotes around the path and the arguments next to it",
             )
     if "\0" in written:

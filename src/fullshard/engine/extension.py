@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from fullshard.comm.base import Watch
+from fullshard.comm.base import Inspector
 
 if TYPE_CHECKING:
     from fullshard.comm.mesh import Mesh
@@ -120,7 +120,7 @@ class Extension:
         """Run when backward enters one call of a unit, after the parameters of the unit have been unsharded."""
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
-        """Inspect part of a gradient just after its reduction, while it is in the cache (see `comm.base.Watch`)."""
+        """Inspect part of a gradient just after its reduction, while it is in the cache (see `comm.base.Inspector`)."""
 
     def doubts_gradients(self) -> bool:
         """Return whether this rank found a fault that forbids using gradients before backward has ended."""
@@ -227,17 +227,17 @@ class Extensions:
         return tuple(getattr(one, name) for one in self._all if getattr(type(one), name) is not default)
 
     @property
-    def watch(self) -> Watch | None:
+    def inspector(self) -> Inspector | None:
         """Return the function that inspects parts of reduced gradients, or None if no extension does."""
         methods = self.reduced
         if len(methods) < 2:
             return methods[0] if methods else None
 
-        def watch(part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
+        def inspect(part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
             for method in methods:
                 method(part, terms)
 
-        return watch
+        return inspect
 
     def find(self, kind: type[ExtensionT]) -> ExtensionT:
         """Return the model's instance of class `kind`. Raise `LookupError` if there is none."""

@@ -58,7 +58,7 @@ class Gradient:
             divisor=self._bucket.reduction.divisor,
             packing=self._bucket.reduce_packing,
             dtype=self.dtype,
-            watch=self._bucket.reduction.watch,
+            inspector=self._bucket.reduction.inspector,
         )
 
     @property

@@ -100,9 +100,9 @@ class MainGradient:
         """Publish the main gradient as the `.grad` of each sharded parameter. `grads` are the `.grad`s until now."""
         assert self.tensor is not None  # noqa: S101 -- something was added to it, or became it
         self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
-        watch = self._spec.reduction.watch
-        if watch is not None and self._rounded.dtype is torch.float16 and self._rounded is not self.tensor:
-            watch(self._rounded, {})  # the narrower dtype may overflow where float32 does not
+        inspector = self._spec.reduction.inspector
+        if inspector is not None and self._rounded.dtype is torch.float16 and self._rounded is not self.tensor:
+            inspector(self._rounded, {})  # the narrower dtype may overflow where float32 does not
         pieces, _ = self._cut.apply(self._rounded)
         is_copy, published = self._rounded is not self.tensor, self._published
         if all(used) and not any(_are_there(grads)):

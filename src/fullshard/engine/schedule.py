@@ -67,7 +67,7 @@ class Schedule:
         self.backward.hookless_calls.units = self.units
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
-            unit.reduction.watch = self.extensions.watch
+            unit.reduction.inspector = self.extensions.inspector
         for tell in self.extensions.assembled:
             tell()
         self.know_buckets()

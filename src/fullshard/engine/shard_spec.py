@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Watch
+from fullshard.comm.base import Inspector
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.torch_dist import as_sent
 from fullshard.comm.waiting import PROGRESS, Waiting
@@ -57,7 +57,7 @@ class ReductionSettings:
     requires_all_reduce: bool = True  # whether to reduce along the replicate axis; if not, results are accumulated
     # Called with this rank's interval of each reduced gradient before it is published.
     hook: Callable[[torch.Tensor], object] | None = None
-    watch: Watch | None = None  # inspects parts of reduced gradients; see `comm.base.Reduction`
+    inspector: Inspector | None = None  # inspects parts of reduced gradients; see `comm.base.Reduction`
 
     @classmethod
     def of(cls, mesh: Mesh) -> ReductionSettings:
@@ -68,8 +68,8 @@ class ReductionSettings:
         """Call the hook, if there is one, with a reduced gradient."""
         if self.hook is not None:
             self.hook(reduced)
-            if self.watch is not None:
-                self.watch(reduced, {})  # the hook may have changed it
+            if self.inspector is not None:
+                self.inspector(reduced, {})  # the hook may have changed it
 
 
 class CodedPart(torch.Tensor):

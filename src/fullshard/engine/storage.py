@@ -59,18 +59,18 @@ class Storage:
 
 
 _ON_DEVICE = Storage()
-Form = Callable[[Any, torch.device], Storage | None]
-_forms: list[Form] = []
+StorageFactory = Callable[[Any, torch.device], Storage | None]
+_factories: list[StorageFactory] = []
 
 
-def register_storage(form: Form) -> None:
+def register_storage(factory: StorageFactory) -> None:
     """Register a function that returns the storage for an offload policy, or None if it does not know the policy."""
-    _forms.append(form)
+    _factories.append(factory)
 
 
 def storage_of(policy: Any, device: torch.device) -> Storage:
     """Return the storage for an `offload_policy` and a compute device."""
-    found = next((storage for form in _forms if (storage := form(policy, device)) is not None), None)
+    found = next((storage for make in _factories if (storage := make(policy, device)) is not None), None)
     if found is None and policy not in (None, False):  # `switch and CPUOffloadPolicy()` may be False
         raise ConfigError(
             f"offload_policy: expected a CPUOffloadPolicy or an OffloadPolicy, got {policy!r}",

@@ -77,7 +77,7 @@ class NonFiniteGuard(Extension):
         self._names: dict[str, str] | None = None
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
-        """Check a part of a reduced gradient for NaN and infinity. `comm.base.Watch` describes the arguments."""
+        """Check a part of a reduced gradient for NaN and infinity. `comm.base.Inspector` describes the arguments."""
         if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
         if part.device.type != "cpu":  # not `dot`, which is limited to 2^31 elements on CUDA

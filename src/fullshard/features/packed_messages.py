@@ -62,8 +62,8 @@ class _Packed(Packing):
                     self.unpack(own_interval(arriving, source, size), term)
                 total.add_(own if source == rank else term)
             total.div_(how.divisor)
-            if how.watch is not None:
-                how.watch(total, {rank: own})
+            if how.inspector is not None:
+                how.inspector(total, {rank: own})
             return total
 
         return WorkOf(wait)

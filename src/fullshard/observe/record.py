@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from fullshard.core.errors import DataError, cut, plural
+from fullshard.core.errors import DataError, plural, shortened
 from fullshard.core.files import MIB, read_lines, read_object
 from fullshard.core.journal import JOURNAL_NAME, read_journal
 from fullshard.core.paths import local_path
@@ -192,7 +192,7 @@ def _json(path: Path, folder: Path, kind: type[Kind]) -> Kind | None:
         return TypeAdapter(kind).validate_python(found) if found else None
     except ValidationError as error:
         wrong = error.errors()[0]
-        where, got = cut(".".join(map(str, wrong["loc"])), 300), cut(str(wrong["input"]), 60)
+        where, got = shortened(".".join(map(str, wrong["loc"])), 300), shortened(str(wrong["input"]), 60)
         raise DataError(
             f"{path}: {where}: {wrong['msg'][0].lower()}{wrong['msg'][1:]}, got {got}",
             hint=f"another program may have written it; {_LEFT_OUT}",

@@ -8,7 +8,7 @@ preferences   chosen and rejected; prompt if given                     the chose
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fullshard.core.errors import DataError, cut
+from fullshard.core.errors import DataError, shortened
 
 Row = dict[str, Any]
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -46,7 +46,8 @@ def converted(rows: Any, where: str, say: Callable[[str], None], *, has_template
             return convert(row)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"{where}: row {number + 1} does not fit {name.partition(',')[0]}: {error}, in {cut(repr(row), 200)}",
+                f"{where}: row {number + 1} does not fit {name.partition(',')[0]}: {error}, in "
+                f"{shortened(repr(row), 200)}",
                 hint="fix or remove the row, or write the data as `messages` with `role` and `content`",
             ) from error
 

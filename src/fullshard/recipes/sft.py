@@ -18,7 +18,7 @@ from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline.merged import write_merged
 from fullshard.config.settings import closest
-from fullshard.core.errors import ConfigError, DataError, HubError, cut, own_errors, plural
+from fullshard.core.errors import ConfigError, DataError, HubError, own_errors, plural, shortened
 from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers import SFTTrainer
 from fullshard.integrations.transformers.trainer import complete_checkpoints
@@ -85,7 +85,7 @@ def run(arguments: SFTArguments) -> Any:
             try:
                 trainer.push_to_hub(commit_message="End of training", revision=training.hub_revision)
             except Exception as error:  # any error of the network or the hub
-                why = f"{type(error).__name__}: {cut(str(error), 300)}"
+                why = f"{type(error).__name__}: {shortened(str(error), 300)}"
                 what = f"the model is saved in full in {output}, but pushing it to the hub failed: {why}"
                 hint = f"push it later with: hf upload {training.hub_model_id or 'USER/NAME'} {output}"
                 raise HubError(what, hint=hint) from None
@@ -261,8 +261,8 @@ def _checked(rows: Any, where: str, text: str) -> Any:
             is_chat = isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value)
             if not (is_chat or (isinstance(value, str) and name != "messages")):
                 raise DataError(
-                    f"{where}: row {number + 1} has {cut(repr(value), 200)} in the column {name}, expected text or a "
-                    f"list of messages (the columns are {', '.join(held)})",
+                    f"{where}: row {number + 1} has {shortened(repr(value), 200)} in the column {name}, "
+                    f"expected text or a list of messages (the columns are {', '.join(held)})",
                     hint="fix or remove the row, or select a text column with --dataset_text_field",
                 )
 

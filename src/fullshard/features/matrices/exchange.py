@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.base import Collectives, Parts, Work, cut
+from fullshard.comm.base import Collectives, Parts, Work
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import Interval
@@ -159,7 +159,7 @@ class _Coming:
         with self.bucket.owner.waiting(f"pieces of matrices {self.what}"):
             received = self.work.wait()
         sizes = [piece.interval.numel * self.width for piece in self.pieces]
-        return list(zip(self.pieces, cut(received, sizes), strict=True))
+        return list(zip(self.pieces, received.split_with_sizes(sizes), strict=True))
 
 
 class _Travel:
@@ -249,7 +249,7 @@ class _Travel:
         sizes = [[width * sum(p.interval.numel for p in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
         buffer = collectives.staging(sum(parts.leaving), self._dtype, device)
-        for place, part in zip(cut(buffer, [part.numel() for part in sent]), sent, strict=True):
+        for place, part in zip(buffer.split_with_sizes([part.numel() for part in sent]), sent, strict=True):
             place.copy_(part.reshape(-1))
         received = torch.empty(sum(parts.arriving), dtype=self._dtype, device=device)
         nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * self._dtype.itemsize

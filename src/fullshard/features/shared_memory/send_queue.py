@@ -13,7 +13,7 @@ from threading import Lock
 import numpy as np
 import torch
 
-from fullshard.comm.base import Parts, Reduction, Work, WorkOf, cut, own_interval
+from fullshard.comm.base import Parts, Reduction, Work, WorkOf, own_interval
 from fullshard.comm.gloo import average
 from fullshard.core.sizes import LONG_NBYTES, round_up
 from fullshard.features.shared_memory.peers import HOST_NBYTES, Peers
@@ -165,7 +165,7 @@ class SendQueues:
             into = torch.empty(own.numel(), dtype=how.dtype)  # reuses memory of freed activations
         else:
             into = own if how.dtype == own.dtype else self.pool.empty(own.numel(), how.dtype)
-        return average(terms, into, how.divisor, how.watch)
+        return average(terms, into, how.divisor, how.inspector)
 
     def mark_read(self, number: int) -> None:
         """Record that this rank has read entry `number`, and wait until all other ranks have read this rank's entry."""
@@ -191,7 +191,7 @@ class SendQueues:
 
     def _read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
         """Copy the parts for this rank to `arriving`. All ranks must have posted entry `number`."""
-        pieces = cut(arriving, parts.arriving)
+        pieces = arriving.split_with_sizes(parts.arriving)
         for source, (memory, piece) in enumerate(zip(self._memories, pieces, strict=True)):
             _, places, _ = self._entry(source, number)
             start, numel = np.frombuffer(memory, np.int64, 2, places + 16 * self._peers.rank).tolist()

@@ -32,7 +32,7 @@ from fullshard.comm.gloo import end_waits
 from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Waiting, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
-from fullshard.core.errors import cut, plural
+from fullshard.core.errors import plural, shortened
 from fullshard.core.process import StatusFile, is_of_script, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
@@ -180,7 +180,7 @@ class Watchdog(Watcher):
         """Store the text of an error with all failures that have no explanation yet, because it has caused them."""
         while self._unexplained:
             count, what = self._failures[name := self._unexplained.pop()]
-            self._failures[name] = count, f"{what} ({cut(repr(error), _QUOTED)})"
+            self._failures[name] = count, f"{what} ({shortened(repr(error), _QUOTED)})"
 
     def forget_failures(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
         """No longer count earlier failures in these groups, because all of their ranks are at the same point."""
