@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -108,7 +109,10 @@ def test_what_may_be_on_the_host_are_fields_of_a_job() -> None:
 def test_the_picture_has_every_phase_and_the_limit() -> None:
     pytest.importorskip("matplotlib")
     answer, _ = asked()
-    (axes,) = _picture(answer).axes
+    figure = _picture(answer)
+    (axes,), (legend,) = figure.axes, figure.legends
+    figure.draw_without_rendering()
+    assert not axes.title.get_window_extent().overlaps(legend.get_window_extent())
     phases = answer.plan.memory.phases
     assert [label.get_text() for label in axes.get_xticklabels()] == list(phases)
     heights = [0.0] * len(phases)
@@ -211,6 +215,10 @@ def test_a_browser_shows_the_command_lines_numbers(address: str, width: int) -> 
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
             is_shown = tab.locator("#recipe").is_visible()
             assert is_shown == ("\nrun: " in expected)
+            head = tab.locator("#recipe .cm-content").inner_text() if is_shown else ""
+            assert not is_shown or re.search(
+                r"^#   fullshard (sft|launch --config_file) [\w.-]+\.yaml ", head, re.MULTILINE
+            )
 
 
 @IN_BROWSER

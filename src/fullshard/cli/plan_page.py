@@ -74,7 +74,7 @@ def page() -> Any:
                 hidden = gradio.update(visible=False)
                 text = f"{type(error).__name__}: {error}".replace(f"{Path(words[1]).parent}/" if words[1] else "\0", "")
                 return text, *([hidden] * 4), gradio.update(value="")
-            text, path = "", Path(files.name, f"{answer.plan.model.name}.yaml")
+            text, path = "", Path(files.name, f"{answer.plan.model.name.replace(' ', '-')}.yaml")
             if answer.fits:
                 text = as_recipe(answer.plan, shown, str(words[2]), path.name)
                 path.write_text(text, encoding="utf-8")
@@ -145,6 +145,6 @@ def _picture(answer: Answer) -> Any:
     axes.axhline(limit, color="black", linestyle="--", label=f"limit: {limit:.1f} GiB")
     needed = plan.memory.needed / GIB
     axes.axhline(needed, color="black", linestyle=":", label=f"needed, with fragments: {needed:.1f} GiB")
-    axes.set(ylabel="GiB", title="memory of a device, at the fullest moment of each phase")
+    axes.set(ylabel="GiB", title="peak memory of a device in each phase")
     figure.legend(fontsize=8, loc="outside right upper")
     return figure

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from fullshard.config.write import scalar, write_native
@@ -59,9 +60,9 @@ def _head(plan: Plan, file: str, sections: Mapping[str, Mapping[str, Any]]) -> l
         f"Your script must use {for_the_script(plan.job)}{', as fullshard sft does' if 'sft' in sections else ''}."
     )
     commands = {
-        "sft": f"fullshard sft {file} --dataset_name YOUR_DATA",
-        "train": f"fullshard train {file} --data YOUR_TEXTS",
-        "plan": f"fullshard launch --config_file {file} SCRIPT.py",
+        "sft": f"fullshard sft {quote(file)} --dataset_name YOUR_DATA",
+        "train": f"fullshard train {quote(file)} --data YOUR_TEXTS",
+        "plan": f"fullshard launch --config_file {quote(file)} SCRIPT.py",
     }
     lines = [*filled(said).splitlines(), *(f"  {command}" for name, command in commands.items() if name in sections)]
     if "/" not in (model := str(sections["plan"]["model"])) and len(sections) > 1:
