@@ -41,8 +41,11 @@ def section(path: Path, name: str) -> dict[str, Any]:
     return next((entry.plain for entry in read_document(path) if entry.key == name), {})
 
 
+COMMAND = str(Path(sys.executable).with_name("fullshard"))
+
+
 def run(*words: str, timeout: int = 280) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "fullshard"), *words]
+    command = [COMMAND, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
 
@@ -172,21 +175,88 @@ def tiny(kind: str, directory: Path) -> Path:
     return directory / kind
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in FILES if section(p, "sft")])
-def test_the_commands_of_a_recipe_run_with_a_small_model_of_its_type(
-    path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def with_section(name: str) -> list[Any]:
+    return [pytest.param(path, id=path.stem) for path in FILES if section(path, name)]
+
+
+def kind_of(path: Path) -> str:
+    """The type of the model that a recipe trains."""
     config = load_config(section(path, "plan")["model"]) or {}
-    kind = str((config.get("text_config") or config)["model_type"])
-    model = tiny(kind, tmp_path_factory.getbasetemp())
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{n} and {n + 1} make {2 * n + 1}. " * 4}) + "\n" for n in range(64)))
+    return str((config.get("text_config") or config)["model_type"])
+
+
+def launched(path: Path, *words: str) -> str:
+    """What the command of a recipe prints on two ranks of a CPU."""
     launch = ["--config_file", str(path), "--num_processes", "2", "--num_machines", "1", "--cpu"]
     launch += ["--shard_size", "2"] if resolve([load_file(path)]).config.sharding.shard_size else []
-    small = ["--model_name_or_path", str(model), "--dataset_name", str(tmp_path), "--max_length", "64"]
+    done = run("launch", *launch, *words)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{n} and {n + 1} make {2 * n + 1}. " * 4}) + "\n" for n in range(64)))
+    return file
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", with_section("sft"))
+def test_sft_runs_a_recipe_with_a_small_model_of_its_type(
+    path: Path, data: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = tiny(kind_of(path), tmp_path_factory.getbasetemp())
+    small = ["--model_name_or_path", str(model), "--dataset_name", str(data.parent), "--max_length", "64"]
     small += ["--per_device_train_batch_size", "2", "--max_steps", "3", "--logging_steps", "1", "--report_to", "none"]
     small += ["--output_dir", str(tmp_path / "out"), "--save_strategy", "no"]
-    done = run("launch", *launch, "-m", "fullshard.recipes.sft", str(path), *small)
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
-    assert "'loss'" in done.stdout + done.stderr
+    assert "'loss'" in launched(path, "-m", "fullshard.recipes.sft", str(path), *small)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", with_section("train"))
+def test_train_runs_a_recipe_with_a_small_model_of_its_type(
+    path: Path, data: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = tiny(kind_of(path), tmp_path_factory.getbasetemp())
+    small = ["--model", str(model), "--data", str(data), "--steps", "3", "--batch-size", "4", "--seq-len", "32"]
+    small += ["--micro-batch-size", "1", "--device", "cpu", "--output-dir", str(tmp_path / "out"), "--held-out", "0"]
+    launched(path, "--no_python", COMMAND, "train", str(path), *small)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [record["step"] for record in map(json.loads, lines)] == [1, 2, 3]
+
+
+SCRIPT = """
+import sys
+
+import torch
+from fullshard import Accelerator
+from tests.tiny_inputs import batches, loss_of, trained_class, without_noise
+from tests.tiny_models import build
+
+model = without_noise(build(sys.argv[1], trained_class(sys.argv[1])))
+batch = batches(model)(0)
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+losses = []
+for _ in range(3):
+    with accelerator.autocast():
+        loss = loss_of(model(**batch))
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0]
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in FILES if not section(path, "sft")])
+def test_a_script_runs_a_recipe_with_a_small_model_of_its_type(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what `fullshard sft` cannot train."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    said = launched(path, str(tmp_path / "script.py"), kind_of(path))
+    assert f"sharded over 2 ranks ({section(path, 'plan')['strategy']}, " in said
