@@ -136,7 +136,7 @@ def start(kind, rank):
         def compute():
             while not stops.is_set():
                 torch.ones(100_000).add_(1).sum().item()
-        start_thread("computes", compute, (), stops.set)
+        start_thread("computes", compute, stops.set)
     if kind == "operates":  # Gloo's thread asks for the interpreter, which this one does not give up
         tensors = [torch.ones(4)]
         sys.setswitchinterval(60)

@@ -16,6 +16,7 @@ from fullshard.config.dialect import Reading, Setting, Status
 from fullshard.config.environment import load_environment
 from fullshard.config.flags import FLAGS, OPTIONS, SHORT, CommandLine, parse
 from fullshard.config.handover import hand_over
+from fullshard.config.hardware import usable_cpu_count
 from fullshard.config.load import load_file
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import SETTINGS
@@ -25,7 +26,6 @@ from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
-from fullshard.launch.processes import usable_cpu_count
 from fullshard.launch.slurm import read_allocation
 
 _PER_JOB = ("num_machines", "min_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_id")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.cli.options import given_settings, options_from, path_word
+from fullshard.config.hardware import usable_cpu_count
 from fullshard.core.errors import ConfigError
 from fullshard.recipes.arguments import TrainArguments, read_recipe
 
@@ -62,7 +63,6 @@ def train(
     if nproc is None and not is_launched:  # otherwise, torch is not needed, and importing it takes seconds
         from fullshard.comm import device as devices
         from fullshard.launch.device import kind_of
-        from fullshard.launch.processes import usable_cpu_count
 
         kind = kind_of(arguments.device)
         nproc = max(1, devices.count(kind)) if kind != "cpu" else min(2, usable_cpu_count())

@@ -21,15 +21,12 @@ _GLOO_SECONDS = 10.0
 _STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
-def start_thread(
-    name: str, body: Callable[..., object], arguments: tuple[object, ...], stop: Callable[[], object]
-) -> Thread:
+def start_thread(name: str, body: Callable[[], object], stop: Callable[[], object]) -> None:
     """Start a daemon thread, which `stop` ends at exit. `body` must not refer to what stops it when deleted."""
     rest_at_exit()
-    thread = Thread(target=body, args=arguments, name=name, daemon=True)
+    thread = Thread(target=body, name=name, daemon=True)
     _STOPS[thread] = stop
     thread.start()
-    return thread
 
 
 @functools.cache

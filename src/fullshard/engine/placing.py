@@ -27,9 +27,7 @@ def move_to_device(
     Afterwards, the slots refer to the parameters that the modules hold now. `modules` are the plan's `own_modules`.
     """
     for slot in plan.slots:
-        module, attribute = slot.owners[0]
-        current = module._parameters[attribute]
-        assert current is not None  # noqa: S101 -- it was a parameter before
+        current = slot.held
         if current.device != device and not current.is_meta:
             current = kind_of(current).moved(current, device)
         if current is not slot.parameter:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
 from fullshard.config.flags import CommandLine
+from fullshard.config.hardware import usable_cpu_count
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
@@ -15,7 +16,7 @@ from fullshard.config.switches import TAKE, TIMEOUT
 from fullshard.core.errors import ConfigError, plural
 from fullshard.core.requirements import version_of
 from fullshard.launch import bootstrap
-from fullshard.launch.processes import check_count, usable_cpu_count, worker_variables
+from fullshard.launch.processes import check_count, worker_variables
 from fullshard.launch.rendezvous_server import JOIN_SECONDS, LAST_CALL_SECONDS
 from fullshard.launch.slurm import devices_per_host
 

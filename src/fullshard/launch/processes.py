@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from fullshard.config.hardware import usable_cpu_count as usable_cpu_count
+from fullshard.config.hardware import usable_cpu_count
 from fullshard.core.errors import ConfigError, plural
 
 _MOST_PER_PROCESSOR = 64

@@ -30,6 +30,14 @@ class Slot:
     data_axes: frozenset[int] = frozenset()
 
     @property
+    def held(self) -> nn.Parameter:
+        """Return the parameter that the modules hold now, which may have replaced `parameter`."""
+        module, attribute = self.owners[0]
+        parameter = module._parameters[attribute]
+        assert parameter is not None  # noqa: S101 -- it was a parameter before
+        return parameter
+
+    @property
     def statistics_dtype(self) -> torch.dtype | None:
         """Return the dtype of the running statistics if the parameter is in a batch norm, or None if it is not.
 

@@ -67,7 +67,7 @@ class StandIns:
     @property
     def names_on_meta(self) -> list[str]:
         """Return the names of the parameters that have no values yet."""
-        return [stand_in.names[0] for slot, stand_in in self.entries if _held(slot).is_meta]
+        return [stand_in.names[0] for slot, stand_in in self.entries if slot.held.is_meta]
 
     def error(self, unit: UnitParameters) -> LifecycleError:
         """Return the error to raise when a unit is used before its parameters have values."""
@@ -83,7 +83,7 @@ class StandIns:
     def settle(self) -> None:
         """Adopt the modules' current parameters as the unit's originals. Refuse other shapes, dtypes or lost hooks."""
         for slot, stand_in in self.entries:
-            held, original = _held(slot), slot.parameter
+            held, original = slot.held, slot.parameter
             if (held.shape, held.dtype) != (original.shape, original.dtype):
                 raise LifecycleError(
                     f"parameter {stand_in.name} was replaced while it was on the meta device: it now has shape "
@@ -103,7 +103,7 @@ class StandIns:
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` of shape (n,) with an interval of a parameter, or with NaN if the parameter has no values yet."""
-        held, spec = _held(slot).detach(), self._specs[id(slot)]
+        held, spec = slot.held.detach(), self._specs[id(slot)]
         held = held if isinstance(held, DTensor) else kind_of(held).plain(held)
         if held.is_meta:
             out.fill_(math.nan if out.is_floating_point() or out.is_complex() else 0)
@@ -122,13 +122,6 @@ def _stand_in(parameter: nn.Parameter, spec: ShardSpec) -> ShardedTensor:
     else:
         local = kind_of(parameter).stand_in(parameter, spec)
     return ShardedTensor(local, spec, requires_grad=parameter.requires_grad)
-
-
-def _held(slot: Slot) -> torch.Tensor:
-    module, attribute = slot.owners[0]
-    held = module._parameters[attribute]
-    assert held is not None  # noqa: S101 -- it was a parameter before
-    return held
 
 
 class MetaDevice(Extension):

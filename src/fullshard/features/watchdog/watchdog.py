@@ -154,7 +154,7 @@ class Watchdog(Watcher):
                 with contextlib.suppress(OSError):  # the directory of a finished job
                     keep_status_in(Path(directory) / f"status-{os.getpid()}")
             self._is_over = threading.Event()
-            start_thread("fullshard watchdog", self._run, (), self._is_over.set)
+            start_thread("fullshard watchdog", self._run, self._is_over.set)
 
     def begin_step(self, now: float) -> None:
         """Start a new step, and record the duration of the previous one."""
