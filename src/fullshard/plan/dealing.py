@@ -76,22 +76,14 @@ def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool)
 
 @dataclass(frozen=True)
 class Dealing:
-    """An assignment of matrices to the ranks that update them. Create it with `deal`.
+    """An assignment of matrices to the ranks that update them. Create it with `deal`."""
 
-    Attributes:
-        layouts: the layouts of the buckets.
-        matrices: the matrices in the order of the optimizer's parameters.
-        exchanges: for each exchange, the buckets whose pieces are sent together.
-        replicate_size, shard_size: the sizes of the mesh.
-        owners: for each matrix, its owner's positions along the replicate axis and the shard axis.
-    """
-
-    layouts: tuple[BucketLayout, ...]
-    matrices: tuple[Matrix, ...]
-    exchanges: tuple[tuple[int, ...], ...]
+    layouts: tuple[BucketLayout, ...]  # the layouts of the buckets
+    matrices: tuple[Matrix, ...]  # the matrices in the order of the optimizer's parameters
+    exchanges: tuple[tuple[int, ...], ...]  # for each exchange, the buckets whose pieces are sent together
     replicate_size: int
     shard_size: int
-    owners: tuple[tuple[int, int], ...] = ()
+    owners: tuple[tuple[int, int], ...] = ()  # for each matrix, its owner's position on each axis (replicate, shard)
 
     @cached_property
     def by_bucket(self) -> list[list[int]]:

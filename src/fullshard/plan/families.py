@@ -32,47 +32,31 @@ _Part = tuple[_Weights, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family of decoders differs from Llama.
+    """How a family of decoders differs from Llama."""
 
-    Attributes:
-        attention: `fused` is Phi-3's single projection; `latent` is DeepSeek-V3's narrow latents; `linear` is
-            Qwen3-Next's gated delta rule in three of four layers and gated attention in the fourth.
-        bias: the field that states whether attention's projections have biases.
-        has_bias: whether these projections have biases if the file does not state it.
-        has_output_bias: whether `bias` and `has_bias` also apply to the projection of attention's output.
-        head_norms: whether queries and keys are normalised: in each head (`head`), in all heads together (`whole`), or
-            not at all (empty).
-        norm_flag: the field that states whether these norms exist.
-        sinks: whether each attention head has a sink.
-        mlp: name of the feed-forward part.
-        mixture: the parts of a mixture of experts, in definition order. If one is `biased_router`, experts have biases.
-        expert_width: the field that contains an expert's width.
-        float32_router: whether the weights by which the experts' outputs are multiplied are float32.
-        is_transposed: whether the weights of experts have the shape (experts, inputs, outputs).
-        norms: the norms in definition order.
-        tied: whether the head shares the embedding's weight if the file does not state it.
-        caps_scores: whether scores and logits pass through a tanh.
-        window_period: see `Fields.window`.
-    """
-
+    # `fused` is Phi-3's single projection; `latent` is DeepSeek-V3's narrow latents; `linear` is Qwen3-Next's gated
+    # delta rule in three of four layers and gated attention in the fourth.
     attention: Literal["separate", "fused", "latent", "linear"] = "separate"
-    bias: str = ""
-    has_bias: bool = False
-    has_output_bias: bool = True
+    bias: str = ""  # the field that states whether attention's projections have biases
+    has_bias: bool = False  # whether these projections have biases if the file does not state it
+    has_output_bias: bool = True  # whether `bias` and `has_bias` also apply to the projection of attention's output
+    # Whether queries and keys are normalised: in each head (`head`), in all heads together (`whole`), or not at all.
     head_norms: Literal["", "head", "whole"] = ""
-    norm_flag: str = ""
-    sinks: bool = False
-    mlp: str = "mlp"
+    norm_flag: str = ""  # the field that states whether these norms exist
+    sinks: bool = False  # whether each attention head has a sink
+    mlp: str = "mlp"  # name of the feed-forward part
+    # The parts of a mixture of experts, in definition order. If one is `biased_router`, experts have biases.
     mixture: tuple[str, ...] = ()
+    # The field that contains an expert's width.
     expert_width: tuple[str, ...] = ("moe_intermediate_size", "intermediate_size")
-    float32_router: bool = False
-    is_transposed: bool = False
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    tied: bool = False
+    float32_router: bool = False  # whether the weights by which the experts' outputs are multiplied are float32
+    is_transposed: bool = False  # whether the weights of experts have the shape (experts, inputs, outputs)
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # in definition order
+    tied: bool = False  # whether the head shares the embedding's weight if the file does not state it
     norm: Norm = "rms"
     activation: str = "silu"
-    caps_scores: bool = False
-    window_period: int = 0
+    caps_scores: bool = False  # whether scores and logits pass through a tanh
+    window_period: int = 0  # see `Fields.window`
 
 
 def _llama_like(fields: Fields, family: Family) -> ModelShape:

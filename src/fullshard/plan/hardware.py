@@ -28,48 +28,37 @@ MiB on an RTX 3090 together with NCCL's communicator of one rank, which has no b
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of accelerator in a typical host. Speeds are peak values per device, in one direction.
-
-    Attributes:
-        flops: matrix FLOP/s in bfloat16, dense.
-        flops_fp32: matrix FLOP/s in float32 (TF32 if the device has it).
-        link: bytes per second between devices of a host, in one direction.
-        network: bytes per second between hosts, per device, in one direction.
-        efficiency: fraction of `flops` that the matrix products of training reach. Large products reach four fifths of
-            the peak on an A100. They reach two thirds on an H100, whose clock slows down under load. The products of a
-            training step reach a sixth less. Elementwise operations are counted separately. For AMD's devices, large
-            products are those of `mamf-finder` (stas00/ml-engineering, compute/accelerator). For the L40S and the cards
-            RTX, they are torch's with 8,192 rows (zzc0721/torch-performance-test-data). Some exceed the data sheet.
-        link_efficiency: fraction of `link` and `network` that large transfers reach.
-        memory_efficiency: fraction of `memory_bandwidth` that PyTorch's operations reach; 0 if it is `link_efficiency`.
-        framework: device memory in bytes that the runtime and the communication library use on several devices. With
-            one communicator, NCCL took 0.53 to 0.67 GiB on A100 (nccl issue 964) and 1.6 GB elsewhere (issue 864).
-        rack: number of devices that `link` connects across hosts, or 0 if it only connects devices of one host.
-        has_bfloat16: whether `flops` applies to bfloat16, or only to float16. PyTorch has flash attention for the same
-            devices, because on NVIDIA's devices both require compute capability 8.0.
-        host_memory: bytes of memory of a typical host, or 0 if it does not limit a plan.
-        is_unified: whether the host and its device share one memory, so that offloading saves nothing.
-        flash: fraction of `flops` that FlashAttention 2 reaches (`plan/attention`). It was written for the A100. On the
-            H100 the fraction is smaller, because matrix products are faster there.
-    """
+    """One kind of accelerator in a typical host. Speeds are peak values per device, in one direction."""
 
     name: str
     memory: int
-    flops: float
-    flops_fp32: float
+    flops: float  # matrix FLOP/s in bfloat16, dense
+    flops_fp32: float  # matrix FLOP/s in float32 (TF32 if the device has it)
     memory_bandwidth: float
-    link: float
-    network: float
+    link: float  # bytes per second between devices of a host, in one direction
+    network: float  # bytes per second between hosts, per device, in one direction
     per_host: int
     source: str
+    # Fraction of `flops` that the matrix products of training reach. Large products reach four fifths of the peak on an
+    # A100. They reach two thirds on an H100, whose clock slows down under load. The products of a training step reach a
+    # sixth less. Elementwise operations are counted separately. For AMD's devices, large products are those of
+    # `mamf-finder` (stas00/ml-engineering, compute/accelerator). For the L40S and the cards RTX, they are torch's with
+    # 8,192 rows (zzc0721/torch-performance-test-data). Some exceed the data sheet.
     efficiency: float = 0.55
-    link_efficiency: float = 0.75
+    link_efficiency: float = 0.75  # fraction of `link` and `network` that large transfers reach
+    # Device memory in bytes that the runtime and the communication library use on several devices. With one
+    # communicator, NCCL took 0.53 to 0.67 GiB on A100 (nccl issue 964) and 1.6 GB elsewhere (issue 864).
     framework: int = 3 * 2**29
-    rack: int = 0
+    rack: int = 0  # number of devices that `link` connects across hosts, or 0 if it only connects devices of one host
+    # Whether `flops` applies to bfloat16, or only to float16. PyTorch has flash attention for the same devices, because
+    # on NVIDIA's devices both require compute capability 8.0.
     has_bfloat16: bool = True
+    # Fraction of `flops` that FlashAttention 2 reaches (`plan/attention`). It was written for the A100. On the H100 the
+    # fraction is smaller, because matrix products are faster there.
     flash: float = 0.59
-    host_memory: int = 0
-    is_unified: bool = False
+    host_memory: int = 0  # bytes of memory of a typical host, or 0 if it does not limit a plan
+    is_unified: bool = False  # whether the host and its device share one memory, so that offloading saves nothing
+    # Fraction of `memory_bandwidth` that PyTorch's operations reach; 0 if it is `link_efficiency`.
     memory_efficiency: float = 0.0
 
     @property

@@ -69,23 +69,15 @@ class UnitLayout:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """The layout of a complete model.
+    """The layout of a complete model."""
 
-    Attributes:
-        units: inner units in definition order, with the root last.
-        calls: the same units in the order in which their forwards begin, with the root first.
-        returns_head: whether the head is a unit whose output the root returns, and that backward reaches first.
-        keeps_parameters: whether parameters stay unsharded until the optimizer's step.
-        keeps_gradients: whether gradients are only reduced with the last micro-batch of a step.
-    """
-
-    units: tuple[UnitLayout, ...]
-    calls: tuple[UnitLayout, ...]
+    units: tuple[UnitLayout, ...]  # inner units in definition order, with the root last
+    calls: tuple[UnitLayout, ...]  # the same units in the order in which their forwards begin, with the root first
     shard_size: int
     replicate_size: int
-    returns_head: bool = False
-    keeps_parameters: bool = False
-    keeps_gradients: bool = False
+    returns_head: bool = False  # whether the head is a unit whose output the root returns; backward reaches it first
+    keeps_parameters: bool = False  # whether parameters stay unsharded until the optimizer's step
+    keeps_gradients: bool = False  # whether gradients are only reduced with the last micro-batch of a step
 
     def keeping(self, count: int) -> Self:
         """Return a copy in which the last `count` of the units that are freed after forward stay unsharded."""

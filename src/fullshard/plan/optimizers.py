@@ -9,27 +9,20 @@ from fullshard.core.dtypes import itemsize
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """The memory and memory traffic of one optimizer.
+    """The memory and memory traffic of one optimizer."""
 
-    Attributes:
-        moments: number of state tensors that are as large as the parameter and have the dtype of its main weight.
-        passes: number of times that a step reads or writes a tensor of that size. A fused optimizer reads the weight,
-            the gradient and the moments, and writes the weight and the moments. Other optimizers read and write memory
-            in each of their operations. AdamW in torch/optim/adamw.py has 2 passes for the decay, 3 for the first
-            moment, 2 + 4 for the second moment, 2 for its root, 2 for scaling it, 2 for epsilon and 4 for the update.
-            SGD with momentum has 2 + 3 for the momentum, and 3 for the update.
-        has_temporaries: whether a step briefly allocates temporaries as large as the parameters.
-        is_torchs: whether it is one of torch's own optimizers, which can step in backward.
-        matrix: the costs for parameters that are updated as complete matrices, if the optimizer does that; the other
-            fields then only apply to the other parameters.
-        packed_nbytes: bytes of state per trained element whose dtype does not depend on that of the weight.
-    """
-
-    moments: int
+    moments: int  # number of state tensors that are as large as the parameter and have the dtype of its main weight
+    # Number of times that a step reads or writes a tensor of that size. A fused optimizer reads the weight, the
+    # gradient and the moments, and writes the weight and the moments. Other optimizers read and write memory in each of
+    # their operations. AdamW in torch/optim/adamw.py has 2 passes for the decay, 3 for the first moment, 2 + 4 for the
+    # second moment, 2 for its root, 2 for scaling it, 2 for epsilon and 4 for the update. SGD with momentum has 2 + 3
+    # for the momentum, and 3 for the update.
     passes: int
-    has_temporaries: bool = False
-    is_torchs: bool = True
-    packed_nbytes: float = 0.0
+    has_temporaries: bool = False  # whether a step briefly allocates temporaries as large as the parameters
+    is_torchs: bool = True  # whether it is one of torch's own optimizers, which can step in backward
+    packed_nbytes: float = 0.0  # bytes of state per trained element whose dtype does not depend on that of the weight
+    # The costs for parameters that are updated as complete matrices, if the optimizer does that; the other fields then
+    # only apply to the other parameters.
     matrix: OptimizerRow | None = None
 
     def state_nbytes(self, dtype: str) -> float:

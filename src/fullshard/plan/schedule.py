@@ -23,25 +23,16 @@ _Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """The options that determine the order of operations, in addition to the layout.
-
-    Attributes:
-        sync_each_micro_batch: whether to reduce after every micro-batch. If not, all but the last use `no_sync`.
-        steps_in_backward: whether the optimizer updates each bucket during the last micro-batch's backward pass.
-        is_first_step: whether this is the first step. Its first forward does not prefetch, because the ranks have not
-            agreed on the order of units yet.
-        optimizer: the optimizer. It only matters if its state is copied to the device for each step.
-        shard_rank: the rank whose step is predicted. It matters because the last ranks may hold padding only.
-    """
+    """The options that determine the order of operations, in addition to the layout."""
 
     accumulation: int = 1
     prefetches_in_forward: bool = True
     backward_prefetch: str = "BACKWARD_PRE"
-    sync_each_micro_batch: bool = True
-    steps_in_backward: bool = False
-    is_first_step: bool = False
-    optimizer: OptimizerRow = OPTIMIZERS["none"]
-    shard_rank: int = 0
+    sync_each_micro_batch: bool = True  # reduce after every micro-batch; otherwise, all but the last use `no_sync`
+    steps_in_backward: bool = False  # whether the optimizer updates each bucket during the last micro-batch's backward
+    is_first_step: bool = False  # whether its forward does not prefetch, because the ranks have not agreed on an order
+    optimizer: OptimizerRow = OPTIMIZERS["none"]  # only matters if its state is copied to the device for each step
+    shard_rank: int = 0  # the rank whose step is predicted. It matters because the last ranks may hold padding only.
 
 
 def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:

@@ -18,22 +18,17 @@ from fullshard.plan.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class PlanSetting:
-    """A run to plan: the model, its layout, the job and the device.
-
-    Attributes:
-        device: the device that the run uses. On a CPU, optimizers update one parameter at a time, and a matrix product
-            in half precision briefly needs a float32 copy of its result.
-        on_host: what is offloaded to host memory, as in the layout.
-        route: how the ranks of a shard group communicate. If they share memory, the main weights themselves, or
-            permanent copies of them in the compute dtype, are used as unsharded parameters. Each rank counts its own
-            part of these copies.
-    """
+    """A run to plan: the model, its layout, the job and the device."""
 
     model: ModelShape
     layout: ModelLayout
     job: Job
+    # The device that the run uses. On a CPU, optimizers update one parameter at a time, and a matrix product in half
+    # precision briefly needs a float32 copy of its result.
     device: Device
-    on_host: Offload = field(default_factory=Offload)
+    on_host: Offload = field(default_factory=Offload)  # what is offloaded to host memory, as in the layout
+    # How the ranks of a shard group communicate. If they share memory, the main weights themselves, or permanent copies
+    # of them in the compute dtype, are used as unsharded parameters. Each rank counts its own part of these copies.
     route: Route = Route.NATIVE
     matrices: MatrixWork | None = None
 

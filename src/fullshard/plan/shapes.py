@@ -22,32 +22,23 @@ from fullshard.core.forms import FORMS
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """The shape, dtype and role of one parameter.
+    """The shape, dtype and role of one parameter."""
 
-    Attributes:
-        name: qualified name in the model; for a tied parameter, the first of its names.
-        exact: whether it consists of bytes that are never cast (quantised weights and their scales).
-        statistics: dtype of the running statistics that are used together with the parameter, such as a batch norm's.
-            The unsharded parameter has the same dtype. None if there are no such statistics.
-        role: `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply;
-            `embedding`, `head` or `other`.
-        form: name of the form (`core.forms`) in which it is stored and sent; empty if it is not quantised.
-        tiles: number of parts into which tensor or expert parallelism has split it; `shape` is the shape of one part.
-        of_experts: whether expert parallelism has split it, so that fewer ranks share each part.
-        folded_rank: rank of an adapter that forward adds to a copy of this weight; 0 if there is no such adapter.
-    """
-
-    name: str
+    name: str  # qualified name in the model; for a tied parameter, the first of its names
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    exact: bool = False
+    exact: bool = False  # whether it consists of bytes that are never cast (quantised weights and their scales)
+    # Dtype of the running statistics that are used together with the parameter, such as a batch norm's. The unsharded
+    # parameter has the same dtype. None if there are no such statistics.
     statistics: str | None = None
+    # `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply; `embedding`,
+    # `head` or `other`.
     role: str = "other"
-    form: str = ""
-    tiles: int = 1
-    of_experts: bool = False
-    folded_rank: int = 0
+    form: str = ""  # name of the form (`core.forms`) in which it is stored and sent; empty if it is not quantised
+    tiles: int = 1  # number of parts into which tensor or expert parallelism has split it; `shape` is one part's
+    of_experts: bool = False  # whether expert parallelism has split it, so that fewer ranks share each part
+    folded_rank: int = 0  # rank of an adapter that forward adds to a copy of this weight; 0 if there is no such adapter
 
     @property
     def numel(self) -> int:
@@ -70,27 +61,19 @@ and Gemma multiplies by it before the result is cast (`rms-float32-weight`)."""
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The sizes of all adapters in one layer, per token.
+    """The sizes of all adapters in one layer, per token."""
 
-    Attributes:
-        read: sum of the widths of all adapters' inputs.
-        read_once: sum of the widths of the different inputs. An input that several adapters share counts once, and
-            attention's output does not count because it is saved for backward anyway.
-        ranks: sum of the ranks of all adapters.
-        dropout: whether the adapters apply dropout to their inputs.
-        written: sum of the widths of all adapters' outputs.
-        folded: number of elements of the weights to which adapters are added before use, which takes a copy of them.
-        summed: ranks of the adapters whose inputs and whose outputs tensor parallelism splits. It sums the products of
-            the first in forward, and the gradients of the others' first products in backward.
-    """
-
-    read: int
+    read: int  # sum of the widths of all adapters' inputs
+    # Sum of the widths of the different inputs. An input that several adapters share counts once, and attention's
+    # output does not count because it is saved for backward anyway.
     read_once: int
-    ranks: int
+    ranks: int  # sum of the ranks of all adapters
     dtype: str = "float32"
-    dropout: bool = False
-    written: int = 0
-    folded: int = 0
+    dropout: bool = False  # whether the adapters apply dropout to their inputs
+    written: int = 0  # sum of the widths of all adapters' outputs
+    folded: int = 0  # elements of the weights to which adapters are added before use, which takes a copy of them
+    # Ranks of the adapters whose inputs and whose outputs tensor parallelism splits. It sums the products of the first
+    # in forward, and the gradients of the others' first products in backward.
     summed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @classmethod
@@ -130,53 +113,35 @@ _LAST = ("o_proj", "out_proj", "o")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The computation of a transformer layer, per token.
-
-    Attributes:
-        value_dim: size of a head's values if it differs from `head_dim`, and otherwise 0.
-        latents: sum of the widths of the normalised latents of queries, keys and values; 0 if there are none.
-        window: number of preceding keys that a query sees; 0 means all of them.
-        intermediate: width of the feed-forward part, or of one expert in a mixture of experts.
-        gated: whether the feed-forward part multiplies two projections (SwiGLU and similar).
-        fused_gate: whether one matrix product computes both of these projections, so that one tensor holds both.
-        norms: number of norms of width `hidden`.
-        head_norms: whether queries and keys are normalised, too.
-        float32_router: whether the weights of the experts' outputs are float32 in every precision.
-        shared_intermediate: width of the expert that processes every token; 0 if there is none.
-        sliced_values: whether one projection computes queries, keys and values. The values are then a slice of its
-            output, whereas rotation copies the queries and keys.
-        float32_scores: whether softmax is computed in float32 if scores are written to memory.
-        capped_scores: whether scores pass through a tanh before softmax.
-        dropout: whether dropout applies to the output of a sublayer.
-        attention_dropout: whether dropout applies to attention's scores.
-        load: the tokens of a rank's experts, divided by the average over all ranks.
-    """
+    """The computation of a transformer layer, per token."""
 
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    gated: bool = True
-    fused_gate: bool = False
+    intermediate: int  # width of the feed-forward part, or of one expert in a mixture of experts
+    gated: bool = True  # whether the feed-forward part multiplies two projections (SwiGLU and similar)
+    fused_gate: bool = False  # whether one matrix product computes both projections, so that one tensor holds both
     activation: str = "silu"
-    norms: int = 2
+    norms: int = 2  # number of norms of width `hidden`
     norm: Norm = "rms"
-    head_norms: bool = False
+    head_norms: bool = False  # whether queries and keys are normalised, too
     experts: int = 0
     experts_per_token: int = 0
-    float32_router: bool = False
-    shared_intermediate: int = 0
+    float32_router: bool = False  # whether the weights of the experts' outputs are float32 in every precision
+    shared_intermediate: int = 0  # width of the expert that processes every token; 0 if there is none
+    # Whether one projection computes queries, keys and values. The values are then a slice of its output, whereas
+    # rotation copies the queries and keys.
     sliced_values: bool = False
-    float32_scores: bool = True
-    capped_scores: bool = False
-    dropout: bool = False
-    attention_dropout: bool = False
+    float32_scores: bool = True  # whether softmax is computed in float32 if scores are written to memory
+    capped_scores: bool = False  # whether scores pass through a tanh before softmax
+    dropout: bool = False  # whether dropout applies to the output of a sublayer
+    attention_dropout: bool = False  # whether dropout applies to attention's scores
     adapters: Adapters | None = None
-    value_dim: int = 0
-    latents: int = 0
-    window: int = 0
-    load: float = 1.0
+    value_dim: int = 0  # size of a head's values if it differs from `head_dim`, and otherwise 0
+    latents: int = 0  # sum of the widths of the normalised latents of queries, keys and values; 0 if there are none
+    window: int = 0  # number of preceding keys that a query sees; 0 means all of them
+    load: float = 1.0  # the tokens of a rank's experts, divided by the average over all ranks
 
     @property
     def active_intermediate(self) -> int:
@@ -200,33 +165,23 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The shapes of a complete model.
-
-    Attributes:
-        units: the inner units in definition order, followed by the root.
-        vocab: number of logits per token; 0 if the model has no vocabulary head.
-        hidden: width of the residual stream; 0 if unknown.
-        tied: whether the head shares the embedding's parameter.
-        encoder_decoder: whether the model has an encoder, through which half of the tokens pass.
-        calls: names of the inner units in the order in which their forwards begin; empty means definition order.
-        capped_logits: whether logits pass through a tanh, whose output is saved for backward.
-        published_as: the form (`core.forms`) in which the published files store most weights; empty if they are not
-            quantised.
-        converted_targets: (name in PEFT's `target_modules`, expert parameter that PEFT adapts for this name); empty if
-            PEFT only adapts linear layers.
-        is_final: whether dtypes and `trainable` already describe the run, so that no training method must be applied.
-    """
+    """The shapes of a complete model."""
 
     name: str
-    units: tuple[UnitShape, ...]
-    vocab: int = 0
-    hidden: int = 0
-    tied: bool = False
-    encoder_decoder: bool = False
+    units: tuple[UnitShape, ...]  # the inner units in definition order, followed by the root
+    vocab: int = 0  # number of logits per token; 0 if the model has no vocabulary head
+    hidden: int = 0  # width of the residual stream; 0 if unknown
+    tied: bool = False  # whether the head shares the embedding's parameter
+    encoder_decoder: bool = False  # whether the model has an encoder, through which half of the tokens pass
+    # Names of the inner units in the order in which their forwards begin; empty means definition order.
     calls: tuple[str, ...] = ()
+    # Whether dtypes and `trainable` already describe the run, so that no training method must be applied.
     is_final: bool = False
+    # The form (`core.forms`) in which the published files store most weights; empty if they are not quantised.
     published_as: str = ""
-    capped_logits: bool = False
+    capped_logits: bool = False  # whether logits pass through a tanh, whose output is saved for backward
+    # (name in PEFT's `target_modules`, expert parameter that PEFT adapts for this name); empty if PEFT only adapts
+    # linear layers.
     converted_targets: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -81,28 +81,19 @@ def steps(ranks: int, *, times: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time that each part of an optimizer step takes, in seconds, and the speed that results from it.
-
-    Attributes:
-        exposed: seconds of waiting for communication.
-        copies: seconds of casting and copying parameters and gradients in device memory, and of the transfers between
-            host and device that happen once per step.
-        communication: seconds of all communication, whether it overlaps with computation or not.
-        tokens: number of tokens that all ranks together process.
-        model_flops: FLOP of all ranks, without recomputation and without the masked part of attention.
-        masked_flops: FLOP of the masked part of attention, on all ranks.
-        peak_flops: peak FLOP/s of all devices together.
-    """
+    """The time that each part of an optimizer step takes, in seconds, and the speed that results from it."""
 
     compute: float
-    exposed: float
+    exposed: float  # seconds of waiting for communication
+    # Seconds of casting and copying parameters and gradients in device memory, and of the transfers between host and
+    # device that happen once per step.
     copies: float
     optimizer: float
-    communication: float
-    tokens: int
-    model_flops: float
-    masked_flops: float
-    peak_flops: float
+    communication: float  # seconds of all communication, whether it overlaps with computation or not
+    tokens: int  # number of tokens that all ranks together process
+    model_flops: float  # FLOP of all ranks, without recomputation and without the masked part of attention
+    masked_flops: float  # FLOP of the masked part of attention, on all ranks
+    peak_flops: float  # peak FLOP/s of all devices together
 
     @property
     def total(self) -> float:

@@ -24,28 +24,19 @@ from fullshard.plan.layout import ModelLayout, UnitLayout
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The bytes that one rank sends in one optimizer step.
+    """The bytes that one rank sends in one optimizer step."""
 
-    Attributes:
-        gather_nbytes: bytes sent along the shard axis to unshard parameters.
-        reduce_nbytes: bytes of gradients sent along the shard axis.
-        replicate_nbytes: bytes of gradients sent along the replicate axis.
-        tiles_nbytes: bytes of activations and their gradients sent inside a tensor-parallel group.
-        cp_nbytes, sp_nbytes, ep_nbytes: the same inside a context-, sequence- and expert-parallel group.
-        to_device_nbytes, to_host_nbytes: bytes copied between host memory and device memory; no rank sends them.
-    """
-
-    gather_nbytes: int
-    reduce_nbytes: int
-    replicate_nbytes: int
+    gather_nbytes: int  # bytes sent along the shard axis to unshard parameters
+    reduce_nbytes: int  # bytes of gradients sent along the shard axis
+    replicate_nbytes: int  # bytes of gradients sent along the replicate axis
     gathers: int
     reductions: int
-    to_device_nbytes: int = 0
-    to_host_nbytes: int = 0
-    tiles_nbytes: int = 0
-    cp_nbytes: int = 0
-    sp_nbytes: int = 0
-    ep_nbytes: int = 0
+    to_device_nbytes: int = 0  # bytes copied from host memory to device memory; no rank sends them
+    to_host_nbytes: int = 0  # bytes copied the other way
+    tiles_nbytes: int = 0  # bytes of activations and their gradients sent inside a tensor-parallel group
+    cp_nbytes: int = 0  # the same inside a context-parallel group
+    sp_nbytes: int = 0  # the same inside a sequence-parallel group
+    ep_nbytes: int = 0  # the same inside an expert-parallel group
 
     def times(self, repeats: int) -> Traffic:
         """Return the traffic of `repeats` steps like this one."""

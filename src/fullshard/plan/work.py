@@ -93,22 +93,14 @@ def _pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """The seconds that different kinds of work take for one unit and one micro-batch.
+    """The seconds that different kinds of work take for one unit and one micro-batch."""
 
-    Attributes:
-        forward, backward: computation; backward includes recomputation.
-        casts: casting this rank's interval before the gather, and casting gradients before the reduction.
-        decoding: decoding quantised weights after the gather.
-        attention: the part of forward and backward, without recomputation, that attention takes.
-        issued: the time that the host needs to issue forward, and backward, to an accelerator.
-    """
-
-    forward: float
-    backward: float
-    casts: tuple[float, float]
-    issued: tuple[float, float]
-    decoding: float
-    attention: tuple[float, float]
+    forward: float  # computation
+    backward: float  # computation, including recomputation
+    casts: tuple[float, float]  # casting this rank's interval before the gather, and gradients before the reduction
+    issued: tuple[float, float]  # the time that the host needs to issue forward, and backward, to an accelerator
+    decoding: float  # decoding quantised weights after the gather
+    attention: tuple[float, float]  # the part of forward and backward, without recomputation, that attention takes
 
 
 def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
