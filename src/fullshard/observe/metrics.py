@@ -28,33 +28,22 @@ Known = Annotated[float, WrapValidator(lambda value, check: None if value is Non
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Holds the metrics of one optimizer step, which are the same on every rank.
+    """Holds the metrics of one optimizer step, which are the same on every rank."""
 
-    Attributes:
-        step: the optimizer step, counted from 1.
-        loss: mean over all target tokens of the global batch, in nats per token.
-        learning_rate: the learning rate of this step.
-        grad_norm: global 2-norm of the gradient before clipping. It is not finite if the step was skipped, and None if
-            the optimizer steps in backward, because the complete gradient is then never in memory at once.
-        step_seconds: wall time of the step on rank 0, including the wait for data.
-        tokens_per_second: tokens of all ranks per second, over the steps since the last reported line.
-        data_wait_seconds: time that the ranks waited for their batches, mean over ranks.
-        memory_nbytes: bytes per rank: resident set size on a CPU, allocator peak on an accelerator.
-        checkpoint_seconds: how long a checkpoint blocked training before this step.
-        skipped_steps: number of steps so far that were skipped because gradients were not finite.
-        held_out_loss: mean loss over held-out sequences after this step, in nats per token, if it was evaluated.
-    """
-
-    step: int
-    loss: Known
-    learning_rate: Known
+    step: int  # the optimizer step, counted from 1
+    loss: Known  # mean over all target tokens of the global batch, in nats per token
+    learning_rate: Known  # of this step
+    # Global 2-norm of the gradient before clipping. It is not finite if the step was skipped, and None if the optimizer
+    # steps in backward, because the complete gradient is then never in memory at once.
     grad_norm: float | None
-    step_seconds: Known
-    tokens_per_second: Known
-    data_wait_seconds: Known
+    step_seconds: Known  # wall time of the step on rank 0, including the wait for data
+    tokens_per_second: Known  # tokens of all ranks per second, over the steps since the last reported line
+    data_wait_seconds: Known  # time that the ranks waited for their batches, mean over ranks
+    # Bytes per rank: resident set size on a CPU, allocator peak on an accelerator.
     memory_nbytes: tuple[int, ...]
-    checkpoint_seconds: Known = 0.0
-    skipped_steps: Known = 0
+    checkpoint_seconds: Known = 0.0  # how long a checkpoint blocked training before this step
+    skipped_steps: Known = 0  # number of steps so far that were skipped because gradients were not finite
+    # Mean loss over held-out sequences after this step, in nats per token, if it was evaluated.
     held_out_loss: float | None = None
 
     @classmethod
