@@ -26,6 +26,7 @@ from torch import nn
 from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.save import Pending
+from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError
 from fullshard.features import shard_model
 from tests.distributed import run_ranks
@@ -213,30 +214,38 @@ def test_an_error_surfaces_on_every_rank_at_the_same_step(tmp_path: Path, seen_b
 _ENDS = """
 import sys, pathlib, resource, torch
 from torch import nn
-from fullshard.checkpoint import AsyncSaver
+from fullshard.checkpoint import AsyncSaver, MemoryCopies
 saver = AsyncSaver()
 model = nn.Linear(300, 300)
 saver.save(pathlib.Path(sys.argv[1]) / "a", model=model)
-if sys.argv[2] == "fails":
+if sys.argv[2] != "succeeds":
     saver.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+if sys.argv[2] == "fails":
     saver.save(pathlib.Path(sys.argv[1]) / "b", model=model)
+if sys.argv[2] == "copy fails":
+    MemoryCopies(4).after_step(1, model=model)
 print("the script is through")
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("succeeds", marks=pytest.mark.full), "fails"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.full) for how in ("succeeds", "copy fails")), "fails"]
+)
 def test_a_process_that_ends_waits_and_does_not_hide_an_error(tmp_path: Path, how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _ENDS, str(tmp_path), how], capture_output=True, text=True, timeout=100, check=False
-    )
+    (tmp_path / "copies").mkdir()
+    environ = {**os.environ, COPIES_DIR.name: str(tmp_path / "copies"), "TORCHELASTIC_MAX_RESTARTS": "1"}
+    words = [sys.executable, "-c", _ENDS, str(tmp_path), how]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, env=environ)
     assert "the script is through" in done.stdout
     assert verify_checkpoint(tmp_path / "a").is_valid
     if how == "succeeds":
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode == 1
-        assert f"the checkpoint {tmp_path / 'b'} was not saved: cannot write model-rank00000" in done.stderr
+        what = f"the checkpoint {tmp_path / 'b'}" if how == "fails" else "the next copy in host memory"
+        assert f"fullshard: {what} was not saved: cannot write model-rank00000" in done.stderr
+        assert "hint: check the disk, its quota, and the limit on the size of files (ulimit -f)" in done.stderr
 
 
 def _die_meanwhile(rank: int, directory: str) -> None:

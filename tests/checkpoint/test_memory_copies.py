@@ -93,7 +93,7 @@ def test_refused_where_it_would_be_of_no_use(tmp_path: Path, monkeypatch: pytest
             copies.after_step(1, model=model)
 
 
-def test_an_accelerator_goes_on_from_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_goes_on_from_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv(COPIES_DIR.name, str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     config = RunConfig(checkpoint=CheckpointConfig(max_lost_steps=1))
@@ -107,6 +107,7 @@ def test_an_accelerator_goes_on_from_its_copy(tmp_path: Path, monkeypatch: pytes
         accelerator.step = 10
         for number in (1, 2):
             accelerator.keep_copy(number)
+    assert "fullshard: copies in host memory: step 2 found, verified and loaded in " in capsys.readouterr().err
     (nothing, zero, weight, _), resumed = found
     assert (nothing, zero) == (None, 0) and resumed == (2, 10, weight, [1, 2, 3])
     accelerator.prepare(nn.Linear(1, 1))

@@ -72,6 +72,20 @@ def test_a_talk_keeps_what_was_said(model: Path, monkeypatch: pytest.MonkeyPatch
     assert second[2]["content"] in capfd.readouterr().out  # the answer was streamed
 
 
+def test_an_unreachable_hub_is_said_before_slow_imports(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens on the port of `discard`
+
+    def slow(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError(capsys.readouterr().err)
+
+    monkeypatch.setattr(sys.modules[chat.__module__], "import_extra", slow)
+    with pytest.raises(ModuleNotFoundError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        chat("someone/model")
+
+
 def test_a_model_without_a_template_continues_the_text(
     model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -61,7 +61,12 @@ def load_again(directory: str) -> None:
     JOURNAL.path = None
     fullshard.record_events(directory)
     model = make()
-    load_checkpoint(Path(directory) / "step-2", model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load_checkpoint(Path(directory) / "step-2", model=model, optimizer=optimizer)
+    if rank_and_size()[1] == 3:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        save_checkpoint(Path(directory) / "step-3", model=model, optimizer=optimizer)
 
 
 def make() -> Any:
@@ -75,7 +80,7 @@ def test_steps_left_out_saves_loads_and_other_numbers_of_ranks(tmp_path: Path) -
     run_ranks(load_again, 3, str(tmp_path))
     events = list(read_journal(tmp_path))
     assert [event["kind"] for event in events] == (
-        ["start", "skip", "save", "start", "load", "shrink", "start", "load", "growth"]
+        ["start", "skip", "save", "start", "load", "shrink", "start", "load", "growth", "save"]
     )
     assert all(event.keys() >= COMMON and event["rank"] == 0 for event in events)
     start, skip, save = events[:3]
@@ -84,6 +89,7 @@ def test_steps_left_out_saves_loads_and_other_numbers_of_ranks(tmp_path: Path) -
     assert save["step"] == 2 and save["path"] == str(tmp_path / "step-2") and save["seconds"] > 0
     assert events[4]["path"] == save["path"] and events[4]["saved_by"] == 2
     assert (events[5]["before"], events[5]["now"], events[8]["now"]) == (2, 1, 3)
+    assert [event["step"] for event in (*events[4:6], *events[7:])] == [2, 2, 2, 2, 3]  # of the run
 
 
 FAILING = """
@@ -128,6 +134,7 @@ def test_failures_and_restarts(tmp_path: Path) -> None:
     assert [event["kind"] for event in events] == ["start", "failure", "restart", "start", "end"]
     failure, restart = events[1:3]
     assert failure["rank"] == 1 and failure["how"] == "SIGKILL" and failure["pid"] != events[0]["pid"]
+    assert failure["step"] == 4
     assert (restart["rank"], restart["number"], restart["of"]) == (None, 1, 1)
     assert events[3]["attempt"] == 1
 
@@ -138,7 +145,7 @@ def test_a_report_is_the_message(tmp_path: Path) -> None:
     arguments = ["--num_processes", "2", "--cpu", "script.py", "again", "raise"]
     assert launch(*arguments, cwd=tmp_path).returncode == 1
     failure = list(read_journal(tmp_path / "again"))[-1]
-    assert (failure["rank"], failure["how"]) == (1, "exit code 1")
+    assert (failure["rank"], failure["how"], failure["step"]) == (1, "exit code 1", 4)
     assert failure["message"] == "ValueError: no more data"
 
 

@@ -6,6 +6,7 @@ Run: pytest tests/launch/test_doctor.py
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -192,6 +193,12 @@ def test_what_torch_sees_where_there_is_no_nvidia_smi(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
     assert "CUDA error: system not yet initialized" in CliRunner().invoke(app, ["doctor"]).stdout
+
+
+def test_a_rank_that_sigint_has_ended_is_not_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "try_ranks", lambda *_: Trial(128 + signal.SIGINT, {}, {}))
+    found = CliRunner().invoke(app, ["doctor", "--run"])
+    assert found.exit_code == 1 and "WRONG: the trial ranks ended with exit code 130" in " ".join(found.stdout.split())
 
 
 def test_more_ranks_than_this_host_can_start() -> None:

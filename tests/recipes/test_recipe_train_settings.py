@@ -250,6 +250,18 @@ def test_extras_are_written_when_wanted(run: Runner, tmp_path: Path) -> None:
     assert present == kept
 
 
+def test_an_unreachable_hub_is_asked_once(inputs: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens on the port of `discard`
+    with pytest.raises(ConfigError, match="someone/model"):
+        train(_arguments(inputs, tmp_path / "out", model="someone/model"))
+    said = capsys.readouterr().out
+    assert said.count("http://127.0.0.1:9 cannot be reached, so only local and downloaded files are used") == 1
+    assert constants.HF_HUB_OFFLINE
+
+
 def test_trackers_that_cannot_be_had_are_refused_before_anything_is_done(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log_with: .*tensorbord"):
         train(_arguments(inputs, tmp_path / "out", log_with="tensorbord"))

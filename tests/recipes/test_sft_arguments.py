@@ -187,8 +187,8 @@ def test_a_template_that_does_not_mark_the_assistant(tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fullshard.core.imports import require_hub
     from fullshard.recipes import sft
-    from fullshard.recipes.model import require_hub
 
     constants = sft.huggingface_hub.constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -52,12 +52,16 @@ from fullshard.checkpoint.tensors import (
 from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
+from fullshard.core.journal import JOURNAL
 from fullshard.core.layout import Interval
 from fullshard.core.version import __version__
 from fullshard.engine.precision import dtype_name, map_tensors
 from fullshard.engine.shard_spec import CodedPart
 from fullshard.features import ShardedParameter, ShardedTensor
 from fullshard.features.averages import EMA
+
+RUN_STEP = "run_step"
+"""The name under which the manifest holds the step of the run, as events count it."""
 
 
 class LoadArguments(TypedDict, total=False):
@@ -114,6 +118,8 @@ class RankWriter:
         # Every rank asks for the states, because a state_dict() may be a collective; only rank 0 keeps them.
         values = _states(model, arguments, is_kept=rank == 0)
         self.states = {name: encode_value(value, where=name, tensors=stored) for name, value in values.items()}
+        if JOURNAL.step is not None and optimizer is not None and rank == 0:
+            self.states[RUN_STEP] = JOURNAL.step
         self.groups = [] if optimizer is None else group_records(optimizer, self.parameters, stored)
         held = [*self.parameters, *self.buffers]
         mine = [local for local in held if local.is_writer and local.interval.numel and self._is_stored(local)]

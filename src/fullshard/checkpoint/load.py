@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
-from fullshard.checkpoint.collect import LoadArguments, objects_of
+from fullshard.checkpoint.collect import RUN_STEP, LoadArguments, objects_of
 from fullshard.checkpoint.elements import dtype_of, stored_dtype
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
@@ -52,6 +52,7 @@ from fullshard.core.errors import CheckpointError, DamagedError, plural
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.core.progress import advance, progress
+from fullshard.engine.lookup import units_of
 from fullshard.engine.shard_spec import CodedPart
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features.averages import EMA
@@ -144,6 +145,8 @@ def load_proved(
     prove(load.manifest, ["state", *dict.fromkeys(target.kind for target in load.targets)], load.files())
     stored = ranks.together(f"reading {directory}", load.read)
     extra = ranks.together(f"restoring {directory}", lambda: load.restore(stored, rng=rng))
+    if load.optimizer is not None and isinstance(saved := load.manifest.states.get(RUN_STEP), int):
+        JOURNAL.resume(saved, next((unit.schedule.steps for unit in units_of(load.model)), 0))
     if ranks.rank == 0:
         before, now, is_whole = load.manifest.world_size, ranks.world_size, load.optimizer is not None
         JOURNAL.note(Happening.LOAD, path=str(directory), optimizer=is_whole, saved_by=before)

@@ -10,7 +10,7 @@ import typer
 import fullshard.recipes  # noqa: F401  # drops messages of other libraries
 from fullshard.core.errors import ConfigError, own_errors
 from fullshard.core.files import read_object
-from fullshard.core.imports import import_extra
+from fullshard.core.imports import import_extra, require_hub
 
 
 def chat(
@@ -28,10 +28,8 @@ def chat(
 
     A model without a chat template continues the text that you enter.
     """
-    transformers: Any = import_extra("transformers", extra="hf", purpose="fullshard chat")
-    transformers.logging.set_verbosity_error()
+    transformers, network, tokenizer = _load(model)
     transformers.set_seed(seed)
-    network, tokenizer = _load(transformers, model)
     streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "streamer": streamer}
     options |= {"temperature": temperature, "top_p": top_p} if temperature else {}
@@ -50,11 +48,8 @@ def chat(
         turns.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
 
 
-def _load(transformers: Any, name: str) -> tuple[Any, Any]:
-    """Load a model, with its adapter if it has one, and its tokenizer."""
-    from fullshard.checkpoint.offline.merged import align_tokens
-    from fullshard.recipes.model import require_hub
-
+def _load(name: str) -> tuple[Any, Any, Any]:
+    """Return `transformers`, a model, with its adapter if it has one, and its tokenizer."""
     place = Path(name) / "export" if (Path(name) / "export").is_dir() else Path(name)
     source = str(place) if place.exists() else name
     if place.exists() and not any((place / file).exists() for file in ("config.json", "adapter_config.json")):
@@ -62,19 +57,24 @@ def _load(transformers: Any, name: str) -> tuple[Any, Any]:
             f"{place} contains no model: neither config.json nor adapter_config.json",
             hint="pass the output of `fullshard train` or `fullshard sft`, or export a checkpoint with `ckpt export`",
         )
-    names, hint = [source], "pass the directory of a model or, if the hub can be reached, a hub name"
+    hint = "pass the directory of a model or, if the hub can be reached, a hub name"
+    settings = place / "adapter_config.json"
+    base = str(read_object(settings).get("base_model_name_or_path")) if settings.exists() else None
+    require_hub(partial(typer.echo, err=True), source, base or source)
+    transformers: Any = import_extra("transformers", extra="hf", purpose="fullshard chat")
+    transformers.logging.set_verbosity_error()
     kind = transformers.AutoModelForCausalLM
-    if (place / "adapter_config.json").exists():
+    if base is not None:
         kind = import_extra("peft", extra="sft", purpose="talking to an adapter").AutoPeftModelForCausalLM
-        names.append(str(read_object(place / "adapter_config.json").get("base_model_name_or_path")))
-        hint = f"set base_model_name_or_path in {place / 'adapter_config.json'} to its base model's absolute path"
+        hint = f"set base_model_name_or_path in {settings} to its base model's absolute path"
     with own_errors(f"cannot load the model {name!r}", hint):
-        require_hub(partial(typer.echo, err=True), *names)
         network = kind.from_pretrained(source, dtype="auto")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    from fullshard.checkpoint.offline.merged import align_tokens
+
     align_tokens(network, tokenizer)
     found = sys.modules["torch"].accelerator.current_accelerator(check_available=True)
-    return network.to(found or "cpu").eval(), tokenizer
+    return transformers, network.to(found or "cpu").eval(), tokenizer
 
 
 def _read() -> str:

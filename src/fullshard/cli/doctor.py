@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
@@ -64,8 +63,6 @@ def doctor(
     if run:
         sys.stdout.flush()
         trial = try_ranks(count, device, timeout)
-        if trial.exit_code == 128 + signal.SIGINT:  # Ctrl-C, which the launcher has reported
-            raise typer.Exit(trial.exit_code)
         findings += judge(trial, findings)
         strategies = recommend(trial.ranks, trial.links)
         if not as_json:

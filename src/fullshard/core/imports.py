@@ -24,6 +24,21 @@ def import_extra(name: str, *, extra: str, purpose: str) -> Any:
         raise MissingExtraError(name.partition(".")[0], extra=extra, purpose=purpose) from error
 
 
+def require_hub(say: Callable[[str], None], *names: str) -> None:
+    """Use only downloaded files for names on the hub if it cannot be reached. Otherwise, each of them takes minutes."""
+    hub = import_extra("huggingface_hub", extra="hf", purpose="models of the hub")
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    if constants.HF_HUB_OFFLINE or all(Path(name).exists() for name in names):
+        return
+    try:
+        hub.get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as error:  # from the HTTP library, which depends on the version
+        constants.HF_HUB_OFFLINE = True
+        if (datasets := sys.modules.get("datasets")) is not None:
+            datasets.config.HF_HUB_OFFLINE = True
+        say(f"{constants.ENDPOINT} cannot be reached, so only local and downloaded files are used: {error}")
+
+
 def on_demand(
     module: str, otherwise: Callable[[str], Any] | None = None, *, packages: Sequence[str] = ()
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:

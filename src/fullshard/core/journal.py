@@ -51,15 +51,26 @@ class Journal:
     path: Path | None = None  # the file, or None if no events are written
     rank: int | None = None
     step: int | None = None  # the current or last step of the run, counted from 1
-    is_told: bool = False  # whether a loop that counts across restarts sets `step`; if not, it counts this process's
+    is_told: bool = False  # whether a loop that counts across restarts sets `step`; if not, optimizer steps are counted
+    before: int = 0  # steps of the run before this process's first, from the checkpoint that it has loaded
 
     def tell(self, step: int) -> None:
         """Set the current step of the run, as counted across restarts."""
         self.step, self.is_told = step, True
 
+    def count(self, step: int) -> None:
+        """Set the current step to a step of this process, unless a loop sets it."""
+        if not self.is_told:
+            self.step = self.before + step
+
+    def resume(self, saved: int, done: int) -> None:
+        """Count from the step of a loaded checkpoint. `done` are the steps of this process so far."""
+        self.before = saved - done
+        self.count(done)
+
     def close(self) -> None:
         """Stop writing events, because the run has ended. The process may continue."""
-        self.path, self.step, self.is_told = None, None, False
+        self.path, self.step, self.is_told, self.before = None, None, False, 0
 
     def note(self, kind: Happening, message: str = "", *, rank: int | None = None, **details: Any) -> None:
         """Append an event. If the file cannot be written, issue a single warning and do not end the run.

@@ -43,16 +43,16 @@ class StatusFile:
             file.truncate(_NBYTES)
             self._page = mmap.mmap(file.fileno(), _NBYTES)
 
-    def write(self, line: str) -> None:
-        """Replace the line in the file."""
-        data = f"{time.monotonic():.3f} {line}\n".encode("utf-8", "replace")[:_NBYTES]
+    def write(self, line: str, step: int | None = None) -> None:
+        """Replace the line in the file, and the step of the run."""
+        data = f"{time.monotonic():.3f} {step or 0} {line}\n".encode("utf-8", "replace")[:_NBYTES]
         self._page[: len(data)] = data
 
 
-def read_status(path: Path) -> tuple[str, float]:
-    """Return the last line that a process of this host wrote to its status file, or "", and its age in seconds."""
+def read_status(path: Path) -> tuple[str, float, int | None]:
+    """Return the last line in the status file of a process of this host, or "", its age in seconds, and the step."""
     try:
-        at, _, line = path.read_bytes().split(b"\n")[0].partition(b" ")
-        return line.decode("utf-8", "replace"), time.monotonic() - float(at)
+        at, step, line = path.read_bytes().split(b"\n")[0].split(b" ", 2)
+        return line.decode("utf-8", "replace"), time.monotonic() - float(at), int(step) or None
     except (OSError, ValueError):  # not written yet
-        return "", 0.0
+        return "", 0.0, None

@@ -120,8 +120,11 @@ def run_job(job: LaunchJob) -> int:
 
     Returns:
         The exit code of the job: 0 on success; the exit code of the rank that failed first, or 1 if that rank was on
-        another host; 128 + the number of the signal that ended that rank or this process; or `PREEMPTED` if the ranks
-        stopped because of a signal.
+        another host; 128 + the number of the signal that ended that rank; or `PREEMPTED` if the ranks stopped because
+        of a signal.
+
+    Raises:
+        SystemExit: with the code 128 + N, if signal N to this process has ended the job.
     """
     gc.freeze()  # importing torch creates a million objects, which would also be searched for garbage at exit
     gc.enable()
@@ -152,7 +155,7 @@ def run_job(job: LaunchJob) -> int:
         except SignalException as error:
             _show_cursor()
             say(f"{signal.Signals(error.sigval).name}: {plural(job.nproc, 'process')} on this host ended")
-            return 128 + int(error.sigval)
+            sys.exit(128 + int(error.sigval))
 
 
 def say(line: str) -> None:
@@ -261,12 +264,13 @@ class Agent(LocalElasticAgent):
         JOURNAL.note(kind, message, **details)
 
     def _note_failure(self, rank: int, failure: ProcessFailure) -> None:
-        message, _ = left_report(failure)
-        details = {"pid": failure.pid, "how": how_it_ended(failure), "cause_rank": cause_of(message or "", rank)}
-        self._note(Happening.FAILURE, message or "", rank=rank, **details)
+        message = left_report(failure)[0] or ""
+        details = {"pid": failure.pid, "how": how_it_ended(failure), "cause_rank": cause_of(message, rank)}
+        step = read_status(self._preemption / f"status-{failure.pid}")[2]
+        self._note(Happening.FAILURE, message, rank=rank, step=step, **details)
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
-        last, _ = read_status(self._preemption / f"status-{failure.pid}")
+        last = read_status(self._preemption / f"status-{failure.pid}")[0]
         text = failure_report(rank, failure, world_size=self._world_size, last=last)
         if left_report(failure)[1] is None:
             return text + what_others_said(rank, failures)

@@ -69,7 +69,7 @@ class Scene:
         self._failed |= failed_too
         self.done |= {process.pid for process in processes.values() if process.poll() == 0} | finished
         statuses = {pid: read_status(self._directory / f"status-{pid}") for pid in running}
-        self._waited |= {pid: age for pid, (line, age) in statuses.items() if "waiting in " in line}
+        self._waited |= {pid: age for pid, (line, age, _) in statuses.items() if "waiting in " in line}
         asked = [pid for pid in running if (self._directory / f"stack-{pid}").is_file()]
         self._stopped |= {pid for pid in running if stat_of(pid)[0] in "Tt"}
         for pid in running:
@@ -86,7 +86,7 @@ class Scene:
         text = ""
         for who, pid in self._named(self.done, ranks, world_size):
             text += f"{who} had already ended with exit code 0: it ran fewer steps than the others, or left its loop\n"
-            last, _ = read_status(self._directory / f"status-{pid}")
+            last = read_status(self._directory / f"status-{pid}")[0]
             text += f"its last action: {last}\n" if last else ""
         return text
 

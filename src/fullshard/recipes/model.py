@@ -1,7 +1,5 @@
 """Build the model to train: a small Llama, or a model from a Hugging Face configuration or checkpoint."""
 
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,21 +57,6 @@ def read_config(source: str) -> Any:
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ConfigError(f"the configuration of {source!r} has no vocab_size", hint=hint)
     return config
-
-
-def require_hub(say: Callable[[str], None], *names: str) -> None:
-    """Use only downloaded files for names on the hub if it cannot be reached. Otherwise, each of them takes minutes."""
-    hub = import_extra("huggingface_hub", extra="hf", purpose="models of the hub")
-    constants: Any = importlib.import_module("huggingface_hub.constants")
-    if constants.HF_HUB_OFFLINE or all(Path(name).exists() for name in names):
-        return
-    try:
-        hub.get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception as error:  # from the HTTP library, which depends on the version
-        constants.HF_HUB_OFFLINE = True
-        if (datasets := sys.modules.get("datasets")) is not None:
-            datasets.config.HF_HUB_OFFLINE = True
-        say(f"{constants.ENDPOINT} cannot be reached, so only local and downloaded files are used: {error}")
 
 
 def transformers() -> Any:

@@ -19,7 +19,7 @@ from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline.merged import write_merged
 from fullshard.config.settings import closest
 from fullshard.core.errors import ConfigError, DataError, HubError, own_errors, plural, shortened
-from fullshard.core.imports import import_extra
+from fullshard.core.imports import import_extra, require_hub
 from fullshard.integrations.transformers import SFTTrainer
 from fullshard.integrations.transformers.trainer import complete_checkpoints
 from fullshard.launch.environment import is_started_again, may_be_started_again, read_rank_environment, run_on_main
@@ -29,7 +29,7 @@ from fullshard.observe import memory_nbytes
 from fullshard.observe.report import write_report
 from fullshard.plan.known_models import MODELS
 from fullshard.recipes.formats import converted
-from fullshard.recipes.model import muon, require_hub
+from fullshard.recipes.model import muon
 from fullshard.recipes.sft_arguments import SFTArguments, blamed, read_arguments
 
 huggingface_hub: Any = import_extra("huggingface_hub", extra="sft", purpose="fullshard sft")

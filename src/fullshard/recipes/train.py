@@ -36,6 +36,7 @@ from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError, plural
 from fullshard.core.files import write_text
+from fullshard.core.imports import require_hub
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_nbytes
 from fullshard.features.chunked_loss import use_chunked_loss
@@ -50,7 +51,7 @@ from fullshard.observe.report import write_report
 from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import IGNORED, PackedSequences, TrainingData, batch_of, micro_batches, prepare_data
-from fullshard.recipes.model import build_model, muon, read_config, require_hub
+from fullshard.recipes.model import build_model, muon, read_config
 
 _ADAM_BETAS = (0.9, 0.95)
 _STREAM = ("batch_size", "seq_len", "seed", "held_out")

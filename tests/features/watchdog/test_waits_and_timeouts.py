@@ -75,13 +75,13 @@ def test_what_a_process_did_last_outlasts_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(PROGRESS, "step", 0)
     keep_status_in(tmp_path / "place")
     place = PROGRESS
-    assert read_status(tmp_path / "place") == ("", 0.0) == read_status(tmp_path / "nowhere")
+    assert read_status(tmp_path / "place") == ("", 0.0, None) == read_status(tmp_path / "nowhere")
     place.enter("unit 'a name that is long', unshard", 3)
     waits = "step 3 of this process, waiting in unit 'a name that is long', unshard"
     assert read_status(tmp_path / "place")[0] == waits
     place.enter("unit 'b', reduce", 4)
     place.leave()
-    line, age = read_status(tmp_path / "place")
+    line, age, _ = read_status(tmp_path / "place")
     assert line == "step 4 of this process, after unit 'b', reduce" and -0.01 < age < 60
     place.enter("x" * 5000, 5)
     assert 490 < len(read_status(tmp_path / "place")[0]) < 512

@@ -58,8 +58,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     buckets = _checked_buckets(optimizer)
     if not buckets:
         return None
-    if not JOURNAL.is_told:
-        JOURNAL.step = buckets[0].owner.schedule.steps + 1
+    JOURNAL.count(buckets[0].owner.schedule.steps + 1)
     own, args = args[:1], args[1:]  # the first is the optimizer itself
     if any(map(callable, (*args, *kwargs.values()))):
         args, kwargs = _tell_after_closure(optimizer, buckets, args, kwargs)

@@ -33,6 +33,7 @@ from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Waiting, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import plural, shortened
+from fullshard.core.journal import JOURNAL
 from fullshard.core.process import StatusFile, is_of_script, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
@@ -383,7 +384,7 @@ def keep_status_in(path: Path) -> None:
 
     def tell() -> None:
         step = f"step {PROGRESS.step} of this process, " if PROGRESS.step else ""
-        file.write(f"{step}{'waiting in' if PROGRESS.is_waiting else 'after'} {PROGRESS.what}")
+        file.write(f"{step}{'waiting in' if PROGRESS.is_waiting else 'after'} {PROGRESS.what}", JOURNAL.step)
 
     PROGRESS.tell = tell
 
