@@ -1,7 +1,6 @@
 """The read-only properties of an Accelerator, under Accelerate's names."""
 
 import functools
-import sys
 from operator import methodcaller
 from typing import Any
 
@@ -16,6 +15,7 @@ from fullshard.api.gathering import Gathering
 from fullshard.comm import torch_private
 from fullshard.config.schema import RunConfig
 from fullshard.core.dtypes import AUTOCAST
+from fullshard.core.errors import tell
 
 
 class Facts(Gathering):
@@ -148,7 +148,7 @@ class Facts(Gathering):
 
     def _say(self, message: str) -> None:
         if self.is_main_process:
-            print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
+            tell(f"fullshard: {message}")
 
     def _shard_size(self) -> int:
         """Return the number of ranks that together hold one replica of a model, or one part that is split from it."""

@@ -22,7 +22,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination, prepare_save
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, tell
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             return
         sys.stdout.flush()
         what = self.title or f"the checkpoint {self._path}"
-        print(f"fullshard: {what} was not saved: {self._error}", file=sys.stderr, flush=True)  # noqa: T201
+        tell(f"fullshard: {what} was not saved: {self._error}")
         os._exit(1)  # an exception here would be printed, but the exit code would still be 0
 
 

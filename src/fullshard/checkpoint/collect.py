@@ -60,8 +60,7 @@ from fullshard.engine.shard_spec import CodedPart
 from fullshard.features import ShardedParameter, ShardedTensor
 from fullshard.features.averages import EMA
 
-RUN_STEP = "run_step"
-"""The name under which the manifest holds the step of the run, as events count it."""
+RUN_STEP = "run_step"  # in the manifest's states: the step of the run, as events count it
 
 
 class LoadArguments(TypedDict, total=False):

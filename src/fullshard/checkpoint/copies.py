@@ -12,7 +12,6 @@ ranks agree on the newest complete copy and verify it, and each host receives th
 import functools
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -41,7 +40,7 @@ from fullshard.checkpoint.store import Store
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.checkpoint.verify import problems_of_file
 from fullshard.config.switches import MAX_LOST_STEPS
-from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, plural
+from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, plural, tell
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_nbytes
 from fullshard.features.auto_reshard import available_host_memory
@@ -85,7 +84,7 @@ class MemoryCopies(AbstractContextManager["MemoryCopies"]):
             )
         environment = read_rank_environment()
         self._hosts = HostGrid(environment.rank, environment.world_size, environment.local_world_size)
-        self._say = say or (lambda line: print(f"fullshard: {line}", file=sys.stderr, flush=True))  # noqa: T201
+        self._say = say or (lambda line: tell(f"fullshard: {line}"))
         self._saver = AsyncSaver()
         self._saver.title = "the next copy in host memory"
         self._ranks: Ranks | None = None

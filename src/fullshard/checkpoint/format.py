@@ -289,7 +289,7 @@ class Manifest(_Record):
     parameters: dict[str, TensorRecord]
     buffers: dict[str, TensorRecord]
     optimizer: OptimizerRecord | None = None
-    states: dict[str, JsonValue] = {}  # name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`)
+    states: dict[str, JsonValue] = {}  # encoded values: scheduler, scaler, extra, objects, run_step ...
     # Whether the names of the data files contain `save_id`. This is the case if the checkpoint replaced another one in
     # a store that cannot rename, where the files of both must exist at the same time.
     own_names: bool = Field(default=False, exclude_if=lambda own_names: not own_names)

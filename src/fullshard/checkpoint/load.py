@@ -146,7 +146,9 @@ def load_proved(
     stored = ranks.together(f"reading {directory}", load.read)
     extra = ranks.together(f"restoring {directory}", lambda: load.restore(stored, rng=rng))
     if load.optimizer is not None and isinstance(saved := load.manifest.states.get(RUN_STEP), int):
-        JOURNAL.resume(saved, next((unit.schedule.steps for unit in units_of(load.model)), 0))
+        done = next((unit.schedule.steps for unit in units_of(load.model)), 0)
+        JOURNAL.before = saved - done
+        JOURNAL.count(done)
     if ranks.rank == 0:
         before, now, is_whole = load.manifest.world_size, ranks.world_size, load.optimizer is not None
         JOURNAL.note(Happening.LOAD, path=str(directory), optimizer=is_whole, saved_by=before)

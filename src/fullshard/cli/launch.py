@@ -23,7 +23,7 @@ from fullshard.config.schema import SETTINGS
 from fullshard.config.settings import words_of
 from fullshard.config.switches import TAKE
 from fullshard.config.values import integer
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, tell
 from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
 from fullshard.launch.slurm import read_allocation
@@ -52,18 +52,17 @@ def launch(context: typer.Context) -> None:
     if not plan.launch.machine_rank:  # only one host prints the notes
         for note in plan.resolved.notes:
             is_flag = note.origin.precedence is Precedence.FLAG
-            sys.stderr.write(f"fullshard: {f'{note.origin} {note.text}' if is_flag else note}\n")
+            tell(f"fullshard: {f'{note.origin} {note.text}' if is_flag else note}")
     for word in line.arguments:
         if word.partition("=")[0].replace("-", "_") in _NOT_A_SCRIPTS:
-            sys.stderr.write(f"fullshard: {word} follows {line.target}, so it is passed to it, not to the launcher\n")
+            tell(f"fullshard: {word} follows {line.target}, so it is passed to it, not to the launcher")
     if line.option("dry_run"):
         from fullshard.launch.describe import describe
 
         sys.stdout.write(describe(line, plan))
         return
     if not line.option("quiet"):
-        sys.stderr.write(f"fullshard: {plan.summary()}\n")
-    sys.stderr.flush()
+        tell(f"fullshard: {plan.summary()}")
     sys.exit(_start(line, plan))
 
 
@@ -94,9 +93,7 @@ def _file(line: CommandLine) -> Iterator[Reading]:
         path = home / "accelerate" / name
         if path.is_file():
             reading = load_file(path)
-            sys.stderr.write(
-                f"fullshard: using {path}, which `accelerate config` wrote; use --config_file none to ignore it\n"
-            )
+            tell(f"fullshard: using {path}, which `accelerate config` wrote; use --config_file none to ignore it")
             yield reading
             return
 

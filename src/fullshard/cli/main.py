@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from fullshard.cli import answer_interrupts, end_interrupted, interrupted
 from fullshard.cli.options import RawCommand, ScriptCommand, TrainCommand, check_words
-from fullshard.core.errors import FullshardError
+from fullshard.core.errors import FullshardError, tell
 from fullshard.core.version import __version__
 
 USAGE_ERROR = 2
@@ -119,7 +119,7 @@ def main() -> None:
             end_interrupted()
         raise
     except FullshardError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        tell(f"{type(error).__name__}: {error}")
         sys.exit(USAGE_ERROR)
     except ModuleNotFoundError as error:
         if error.name != "torch":  # which `plan`, `recipe` and `config` do without

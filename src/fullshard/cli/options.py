@@ -115,6 +115,7 @@ class TrainCommand(TyperCommand):
     _hints: ClassVar = {
         "--resume": f"the run resumes from its newest checkpoint automatically; {_anew}",
         "--overwrite": _anew,
+        **dict.fromkeys(("--num-processes", "--nproc-per-node", "--gpus", "--num-gpus"), "use --nproc"),
         "--epochs": "use --steps, the number of optimizer steps",
         "--learning-rate": "use --lr",
         "--async-save": "use Accelerator in your own script, which can save while it trains",

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from fullshard.config.schema import GROUPS
+from fullshard.config.settings import COUNTS
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_path
 
@@ -83,6 +84,8 @@ def split_words(args: Sequence[str], directory: Path) -> tuple[list[str], list[s
         found, words = parser.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
+    if other := next((word for word in words if word.partition("=")[0].strip("-").replace("-", "_") in COUNTS), None):
+        raise ConfigError(f"fullshard sft has no option {other}", hint=f"use --{COUNTS[0]}")
     taken = [(f"--{name}", value) for name, value in vars(found).items() if value]
     flags = [word for flag, value in taken for word in ((flag,) if value is True else (flag, value))]
     if words and not words[0].startswith("-"):

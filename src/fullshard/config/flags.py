@@ -17,7 +17,7 @@ from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, S
 from fullshard.config.load import load_file, load_fsdp_config
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.schema import SETTINGS
-from fullshard.config.settings import closest, plain_message, words_of
+from fullshard.config.settings import COUNTS, closest, plain_message, words_of
 from fullshard.config.transformers import read_fsdp_words
 from fullshard.config.xla import XLA_TRAINS, asks_for_xla
 from fullshard.core.errors import ConfigError
@@ -266,7 +266,7 @@ def _suggestion(spelled: str) -> str:
     known = [option.name for option in OPTIONS] + FLAGS.spellings()
     wanted = spelled.lstrip("-").replace("-", "_").lower()
     longer = [name for name in known if name.startswith(wanted) and len(wanted) > 2]  # argparse accepts abbreviations
-    close = next(iter(longer), None) or closest(wanted, known, 0.6)
+    close = COUNTS[0] if wanted in COUNTS else next(iter(longer), None) or closest(wanted, known, 0.6)
     if close:
         return f"did you mean --{close}?"
     return "put flags of the script after the script; see `fullshard launch --help_all` for the others"

@@ -135,6 +135,9 @@ def words_of(field: FieldInfo) -> tuple[str, ...]:
     return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
+COUNTS = ("num_processes", "nproc", "nproc_per_node", "gpus", "num_gpus", "n_gpus", "ngpus", "nprocs")  # of processes
+
+
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     """Return the most similar known name, or None if no similarity (0 to 1) is at least `cutoff`."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 MAX_LINE, MAX_MESSAGE = 4_000, 60_000
 """The maximum number of characters in a line and in a message."""
@@ -32,11 +34,18 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'es' if noun.endswith('s') else 's'}" if count != 1 else f"1 {noun}"
 
 
-def filled(text: str) -> str:
-    """Wrap the lines of a text at 80 columns between words, and indent what follows the first part of a line."""
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Write lines to standard error, or another stream, wrapped at the width of the terminal if it is one."""
+    stream = stream or sys.stderr
+    shown = filled(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+    print(shown, file=stream, flush=True)
+
+
+def filled(text: str, width: int = 80) -> str:
+    """Wrap the lines of a text at `width` columns between words, and indent what follows the first part of a line."""
     words: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
     indented = [(line, " " * (len(line) - len(line.lstrip()) + 2)) for line in text.splitlines()]
-    return "\n".join(textwrap.fill(line, 80, subsequent_indent=indent, **words) for line, indent in indented)
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=indent, **words) for line, indent in indented)
 
 
 def shortened(text: str, limit: int) -> str:

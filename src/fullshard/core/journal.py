@@ -63,11 +63,6 @@ class Journal:
         if not self.is_told:
             self.step = self.before + step
 
-    def resume(self, saved: int, done: int) -> None:
-        """Count from the step of a loaded checkpoint. `done` are the steps of this process so far."""
-        self.before = saved - done
-        self.count(done)
-
     def close(self) -> None:
         """Stop writing events, because the run has ended. The process may continue."""
         self.path, self.step, self.is_told, self.before = None, None, False, 0

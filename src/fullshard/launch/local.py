@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.config.schema import LaunchConfig
 from fullshard.config.switches import ELASTIC, TOKEN
-from fullshard.core.errors import ConfigError, cause_of, plural
+from fullshard.core.errors import ConfigError, cause_of, plural, tell
 from fullshard.core.journal import HEARTBEAT_SECONDS, JOURNAL, Happening, read_journal, told_by_processes
 from fullshard.core.paths import local_path
 from fullshard.core.process import read_status
@@ -160,11 +160,12 @@ def run_job(job: LaunchJob) -> int:
 
 def say(line: str) -> None:
     """Print a message from the launcher to standard error."""
-    _tell(f"fullshard: {line}\n")
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed, or called by a signal handler during a write
+        tell(f"fullshard: {line}")
 
 
 def _tell(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed, or called by a signal handler during a write
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stderr.write(text)
 
 

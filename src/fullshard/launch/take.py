@@ -5,11 +5,10 @@
 
 import contextlib
 import os
-import sys
 from importlib import import_module
 
 from fullshard.config.switches import TAKE
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, tell
 from fullshard.launch import torch_private
 
 HOME = "torch.distributed.fsdp"
@@ -50,4 +49,4 @@ def take() -> None:
                 if getattr(module, name, None) is original:
                     setattr(module, name, getattr(features, name))
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"fullshard: in this program, these names of {HOME} are fullshard's: {', '.join(NAMES)}\n")
+        tell(f"fullshard: in this program, these names of {HOME} are fullshard's: {', '.join(NAMES)}")

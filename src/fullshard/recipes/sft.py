@@ -18,7 +18,7 @@ from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline.merged import write_merged
 from fullshard.config.settings import closest
-from fullshard.core.errors import ConfigError, DataError, HubError, own_errors, plural, shortened
+from fullshard.core.errors import ConfigError, DataError, HubError, own_errors, plural, shortened, tell
 from fullshard.core.imports import import_extra, require_hub
 from fullshard.integrations.transformers import SFTTrainer
 from fullshard.integrations.transformers.trainer import complete_checkpoints
@@ -296,7 +296,7 @@ def _where_to_begin(training: Any) -> Any:
 def say(message: str) -> None:
     """Print one line for the user, but only on the main rank."""
     if read_rank_environment().is_main:
-        sys.stderr.write(f"fullshard: {message}\n")
+        tell(f"fullshard: {message}")
 
 
 def main(words: list[str] | None = None) -> None:

@@ -34,7 +34,7 @@ from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.values import decode_value
 from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
-from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError, plural
+from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError, plural, tell
 from fullshard.core.files import write_text
 from fullshard.core.imports import require_hub
 from fullshard.core.journal import JOURNAL, Happening
@@ -130,8 +130,7 @@ class RunAccelerator(Accelerator):
     def say(self, message: str) -> None:
         """Print a line on the main rank."""
         if self.is_main_process:
-            sys.stdout.write(message + "\n")
-            sys.stdout.flush()
+            tell(message, sys.stdout)
 
     _say = say
 

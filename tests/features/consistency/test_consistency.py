@@ -162,6 +162,15 @@ def test_a_rank_that_sleeps_is_named_and_nobody_else(tmp_path: Path) -> None:
     assert f"rank 1 (process {events[0]['pid']} on {events[0]['host']})" in lines[0]
 
 
+def test_a_rank_that_sleeps_between_steps_is_slow_in_its_own_code(tmp_path: Path) -> None:
+    lines, _ = run_ranks(train_slowly, 3, str(tmp_path), None, 0.02, 2)[0]
+    words = rf"rank 2 \(.*\) is slow: 0\.\d\d of the median speed over the last {EVERY} steps, in its data or own code"
+    words += r"; it spends 0.0[6-9]\d* s of a step .*, \S+ s in the median of 3 ranks; it waits \S+ s for others and co"
+    assert len(lines) == 1 and re.search(words, lines[0])
+    (event,) = [event for event in read_journal(tmp_path) if event["kind"] == "slow"]
+    assert (event["rank"], event["part"]) == (2, "elsewhere") and event["elsewhere"] > 0.05 > event["median"]
+
+
 def test_of_two_ranks_the_one_with_more_beside_the_steps_is_not_slow(tmp_path: Path) -> None:
     """Rank 0 saves, evaluates and logs. Who is slow in forward is compared with the other, and named once."""
     (lines, paces), _ = run_ranks(train_slowly, 2, str(tmp_path / "busy"), None, 0.05, 0)
@@ -187,6 +196,20 @@ def test_slow_is_below_a_part_of_the_median() -> None:
     assert named(0.0, 0.9 * LEAST_SECONDS, 0.0) == []
     paces = [RankPace(0, 1.0, 0.0), RankPace(1, 1.3, 0.0)]  # not yet slow, and still
     assert not slow_ranks(paces) and [pace.rank for pace in slow_ranks(paces, {1})] == [1]
+
+
+def test_slow_elsewhere_is_compared_with_the_whole_step() -> None:
+    def named(*elsewhere: float) -> list[int]:
+        paces = [RankPace(rank, 1.0, 0.0, seconds) for rank, seconds in enumerate(elsewhere)]
+        assert set(slow_ranks(paces).values()) <= {"elsewhere"}
+        return [pace.rank for pace in slow_ranks(paces)]
+
+    assert named(0.1, 0.1, 0.5) == []  # a large part of the others' time elsewhere, but a small part of the step
+    assert named(0.1, 0.1, 0.7) == [2]
+    assert named(0.7, 0.1, 0.1) == []  # the first rank saves and logs
+    assert named(0.1, 0.7) == [1]
+    paces = [RankPace(0, 1.0, 0.0, 0.0), RankPace(1, 0.1, 0.0, 0.9)]  # rank 1 waits for rank 0 in the script
+    assert list(slow_ranks(paces).values()) == ["computing"]
 
 
 def test_settings_reach_the_model_or_are_refused() -> None:

@@ -4,8 +4,8 @@ A digest of the weights shows whether replicas hold the same values (`replicas`)
 spends on computing, waiting and other work shows which rank is a straggler (`pace`).
 """
 
-import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
@@ -14,18 +14,26 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
-from fullshard.core.errors import ConfigError, plural
+from fullshard.core.errors import ConfigError, plural, tell
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.process import this_process
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
 from fullshard.engine.lookup import require_unit
 from fullshard.engine.schedule import Schedule
-from fullshard.features.consistency.pace import Pace, RankPace, slow_ranks, usual_computing
+from fullshard.features.consistency.pace import Pace, RankPace, slow_ranks, usual
 from fullshard.features.consistency.replicas import digest, find_difference
 
 OnDifference = Literal["raise", "off"]
 _NANO = 1_000_000_000
+_SLOW = {
+    "computing": "; it computes {computing:.3g} s of a step (forward and backward, without waiting), {median:.3g} s "
+    "{on}; it waits {waiting:.3g} s for others and spends {elsewhere:.3g} s on anything else (data, optimizer, saves, "
+    "logs)",
+    "elsewhere": ", in its data or own code; it spends {elsewhere:.3g} s of a step outside forward and backward (data, "
+    "optimizer, saves, logs), {median:.3g} s {on}; it waits {waiting:.3g} s for others and computes {computing:.3g} s",
+}
+"""The end of the report on a slow rank, by the part of the step that is long."""
 
 
 class ConsistencyCheck(Extension):
@@ -122,23 +130,21 @@ class ConsistencyCheck(Extension):
         if not self._mesh.is_first:
             return
         where = dict(zip(self._mesh.ranks, names, strict=True))
-        usual, count = usual_computing(self.paces), len(self.paces)
-        for pace in news:
-            whose, on = "the median", f"in the median of {count} ranks"
-            if count == 2:
+        for pace, part in ((pace, slow[pace]) for pace in news):
+            whose, on = "the median", f"in the median of {len(self.paces)} ranks"
+            if len(self.paces) == 2:
                 [other] = [other.rank for other in self.paces if other is not pace]
                 whose, on = f"rank {other}'s", f"on rank {other}"
+            timed = part if part == "computing" else "own"
+            speed = usual(self.paces, timed) / getattr(pace, timed)
+            details = asdict(pace) | {"median": usual(self.paces, part), "part": part}
             text = (
-                f"rank {pace.rank} ({where[pace.rank]}) is slow: {usual / pace.computing:.2f} of {whose} speed over "
-                f"the last {plural(self.every, 'step')}; it computes {pace.computing:.3g} s of a step (forward and "
-                f"backward, without waiting), {usual:.3g} s {on}; it waits {pace.waiting:.3g} s for others and spends "
-                f"{pace.elsewhere:.3g} s on anything else (data, optimizer, saves, logs)"
+                f"rank {pace.rank} ({where[pace.rank]}) is slow: {speed:.2f} of {whose} speed over the last "
+                f"{plural(self.every, 'step')}{_SLOW[part].format(on=on, **details)}"
             )
-            sys.stderr.write(f"fullshard: {text}\n")
-            details = {"computing": pace.computing, "waiting": pace.waiting, "elsewhere": pace.elsewhere}
+            tell(f"fullshard: {text}")
             _, pid, _, host = where[pace.rank].split()
-            JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details, median=usual, pid=int(pid), host=host)
-        sys.stderr.flush()
+            JOURNAL.note(Happening.SLOW, text, **details, pid=int(pid), host=host)
 
 
 class ConsistencyMethods:

@@ -1,4 +1,4 @@
-"""Detection of stragglers, the ranks that compute more slowly than others, from times that each rank measures."""
+"""Detection of stragglers, the ranks that are slower than others, from times that each rank measures."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ SLOW, SLOW_NO_MORE = 0.7, 0.85
 """A rank is reported as slow if its speed falls below the first fraction of the median speed. It is not reported again
 until its speed has exceeded the second fraction."""
 LEAST_SECONDS = 0.005
-"""A slow rank must also compute for this many seconds longer per step than the median. A smaller difference can mean
+"""A slow rank must also take this many seconds longer per step than the median. A smaller difference can mean
 that its host was briefly busy with other work."""
 
 
@@ -31,18 +31,31 @@ class RankPace:
     waiting: float
     elsewhere: float = 0.0
 
+    @property
+    def own(self) -> float:
+        """Return the seconds in which the rank did not wait for others."""
+        return self.computing + self.elsewhere
 
-def usual_computing(paces: Sequence[RankPace]) -> float:
-    """Return the median computing time in seconds: for an even number of ranks, the smaller of the middle two."""
-    return statistics.median_low(pace.computing for pace in paces)
+
+def usual(paces: Sequence[RankPace], part: str) -> float:
+    """Return the median of a part of the step in seconds. For an even number of ranks, use the smaller middle one."""
+    return float(statistics.median_low(getattr(pace, part) for pace in paces))
 
 
-def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[RankPace]:
-    """Return the slow ranks, slowest first. `SLOW_NO_MORE` applies to those in `before`, which were slow already."""
-    usual = usual_computing(paces)
-    limits = {pace.rank: SLOW_NO_MORE if pace.rank in before else SLOW for pace in paces}
-    found = [p for p in paces if p.computing * limits[p.rank] > usual and p.computing - usual > LEAST_SECONDS]
-    return sorted(found, key=lambda pace: -pace.computing)
+def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> dict[RankPace, str]:
+    """Return the slow ranks, slowest first, each with the part of the step, `computing` or `elsewhere`, that is long.
+
+    `SLOW_NO_MORE` applies to ranks in `before`, which were slow already. The first rank may save and log elsewhere.
+    """
+    found, own = dict[RankPace, str](), usual(paces, "own")
+    computing, elsewhere = usual(paces, "computing"), usual(paces, "elsewhere")
+    for pace in sorted(paces, key=lambda pace: -pace.own):
+        limit, more = SLOW_NO_MORE if pace.rank in before else SLOW, pace.computing - computing
+        if pace is not paces[0] and pace.own * limit > own and pace.elsewhere - elsewhere > max(more, LEAST_SECONDS):
+            found[pace] = "elsewhere"
+        elif pace.computing * limit > computing and more > LEAST_SECONDS:
+            found[pace] = "computing"
+    return found
 
 
 class Pace:

@@ -32,7 +32,7 @@ from fullshard.comm.gloo import end_waits
 from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Waiting, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
-from fullshard.core.errors import plural, shortened
+from fullshard.core.errors import plural, shortened, tell
 from fullshard.core.journal import JOURNAL
 from fullshard.core.process import StatusFile, is_of_script, this_process
 from fullshard.core.threads import start_thread
@@ -47,9 +47,9 @@ def _say_who_is_missing() -> None:
     said = {name: os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     rank, size = said["RANK"], said["WORLD_SIZE"]
     others = plural(int(size) - 1, "other") if rank == "0" and size.isdecimal() else "rank 0 and the others"
-    sys.stderr.write(
+    tell(
         f"fullshard: rank {rank} of {size} is waiting for {others} at {said['MASTER_ADDR']}:{said['MASTER_PORT']} "
-        f"(MASTER_ADDR, MASTER_PORT)\nhint: {LAUNCH_HINT}\n"
+        f"(MASTER_ADDR, MASTER_PORT)\nhint: {LAUNCH_HINT}"
     )
 
 
@@ -366,8 +366,7 @@ class Watchdog(Watcher):
             return
         step = f" (step {PROGRESS.step} of this process)" if PROGRESS.step else ""
         who = f"fullshard: rank {dist.get_rank()} has waited {seconds:.0f} s, in {PROGRESS.what}{step}"
-        sys.stderr.write(f"{who}: {status.named(others)}\n")
-        sys.stderr.flush()
+        tell(f"{who}: {status.named(others)}")
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:

@@ -1,7 +1,6 @@
 """`AsyncLoader`, which pads batches to one of a few lengths and moves them to the device."""
 
 import bisect
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
 
-from fullshard.core.errors import ConfigError, DataError
+from fullshard.core.errors import ConfigError, DataError, tell
 
 DEFAULT_PADDING: Mapping[str, float] = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 """The default padding values for batches, by key."""
@@ -120,4 +119,4 @@ def _bucket_lengths(buckets: list[int] | None, max_length: int | None, num_bucke
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"fullshard: AsyncLoader: {message}\n")
+    tell(f"fullshard: AsyncLoader: {message}")
