@@ -193,6 +193,20 @@ def test_a_recipe_is_copied_and_trains(place: Path, name: str, model: str) -> No
     assert (place / "out" / "merged" / "model.safetensors").exists()
 
 
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_recipe_is_tried_with_a_tiny_model(place: Path) -> None:
+    [code] = blocks(FOLDER / "try-recipe.md", "python")
+    code = code.replace('"meta-llama/Llama-3.1-8B-Instruct"', '"base"')
+    subprocess.run([sys.executable, "-c", code], cwd=place, env=environment(), check=True, timeout=120)
+    copy, train, rehearse = _of("try-recipe", "recipe", "sft", "rehearse")
+    for command in (copy, train):
+        run(command, place, proof=False)
+    assert (place / "out" / "try" / "adapter_model.safetensors").exists()
+    [shown] = blocks(FOLDER / "try-recipe.md", "text")
+    assert shown in run(rehearse, place, proof=False)
+
+
 def test_the_template_marks_the_answers() -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
