@@ -37,7 +37,8 @@ def plural(count: int, noun: str) -> str:
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Write lines to standard error, or another stream, wrapped at the width of the terminal if it is one."""
     stream = stream or sys.stderr
-    shown = filled(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+    is_terminal = getattr(stream, "isatty", bool)()  # a script may have put its own object in its place
+    shown = filled(text, shutil.get_terminal_size().columns) if is_terminal else text
     print(shown, file=stream, flush=True)
 
 
