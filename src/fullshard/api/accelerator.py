@@ -368,8 +368,8 @@ class Accelerator(Loaders, Reporting):
         self._schedulers.append(prepared)
         if prepared.steps > 1 and self.step_scheduler_with_optimizer:
             self._say_once(
-                f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as in Accelerate: "
-                "count their steps as for 1 rank, or pass step_scheduler_once=True"
+                f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as in Accelerate. "
+                "Give them the number of steps of 1 rank, or use Accelerator(step_scheduler_once=True)."
             )
         return prepared
 

@@ -68,7 +68,7 @@ class LaunchPlan:
         replicas, shards = self.mesh()
         strategy = self.resolved.config.sharding.resolved_strategy().name
         precision = self.resolved.config.precision
-        computing = " (the model's dtypes, unless the script sets another)" if precision.mode == "no" else ""
+        computing = " (the model's dtypes unless the script sets it)" if precision.mode == "no" else ""
         computing = f" (param_dtype {precision.param_dtype})" if precision.param_dtype else computing
         return (
             f"starting {plural(self.world_size, 'process')} on {where}, {backend}, "

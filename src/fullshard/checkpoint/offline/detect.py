@@ -104,9 +104,12 @@ def _directory(path: Path, optimizer: bool) -> Source | None:
         names = sorted(entry.name for entry in path.iterdir() if _TRAINING_FILES.fullmatch(entry.name))
         notes = [f"not converted: {', '.join(names)}"] if names else []
         if any(name.startswith(_OPTIMIZER) for name in names):
-            notes.append("the optimizer's file does not name its parameters: docs/migration.md shows how to load it")
+            section = "see 'The optimizer of unsharded checkpoints' in docs/migration.md"
+            notes.append(f"the optimizer's file does not name its parameters: {section}")
         source = open_weights(path)
         source.contents = replace(source.contents, notes=notes)
+        if names:
+            source.title = "unsharded checkpoint of Accelerate or Trainer"
         return source
     return None
 

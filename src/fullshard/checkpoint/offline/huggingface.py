@@ -145,7 +145,7 @@ def write_weights(
 def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> list[Path]:
     """Return the files to copy, starting with `config.json` if it exists."""
     directory = source.path if config_from is None else local_path(config_from)
-    hint = "pass the directory of the model that training started from: --config-from DIRECTORY"
+    hint = "pass the base model's directory as --config-from, or create one: model.config.save_pretrained(DIRECTORY)"
     found = []
     if isinstance(directory, Path):
         if not directory.exists():
