@@ -23,6 +23,7 @@ import pytest
 import typer.main
 
 from fullshard.cli.main import COMMANDS
+from fullshard.cli.sft import _LAUNCH
 from fullshard.config.flags import FLAGS, OPTIONS
 from fullshard.config.schema import GROUPS, RunConfig
 from fullshard.config.trackers import PACKAGES
@@ -155,7 +156,7 @@ def _flags_of(command: str) -> set[str]:
             "splits",
             *(f.name for cls in (ModelConfig, ScriptArguments, OwnArguments, SFTConfig) for f in fields(cls)),
         }
-        return {n.replace("_", "-") for n in {*known, *NO_EFFECT, *RENAMED, "num_processes", "config_file"}}
+        return {n.replace("_", "-") for n in {*known, *NO_EFFECT, *RENAMED, *_LAUNCH}}
     module = importlib.import_module(f"fullshard.cli.{command}")
     text = inspect.getsource(module)
     names = set(re.findall(r'"--([a-z-]+)"', text)) | ({"json"} if "Json" in text else set())
