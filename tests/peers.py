@@ -12,22 +12,31 @@ the optimizer's step.
 | gradients of one unit | compute dtype, and the reduce input | the same | the reduce input |
 | root's gradient | compute dtype, reduced when it is complete | the same | the reduce input, from the start |
 | LoRA inputs | with dropout, a copy and a mask per target | | PEFT's too; a plan assumes no dropout |
-| logits | float32, with a shifted copy (Transformers before 4.45) | one copy | one copy |
+| logits | float32, if the loop keeps outputs (Transformers before 4.45) | bfloat16 or float32, if kept | if kept |
 | experts | | outputs and their weights are multiplied in float32 (torchtitan, prime-rl) | in the router's dtype |
 
-Three more things are in other engines only:
+Four more things are in other engines only:
 
 * `whole`: every device has a whole copy of the model, so that nothing is sharded or gathered.
 * `k-bit`: the same, after PEFT's `prepare_model_for_kbit_training`, which casts norms, embeddings and head to float32.
   A float32 norm has a float32 output, and bitsandbytes' layers return the dtype of their input, so all activations are
   float32. Autocast makes a copy of the head's weight, which its backward needs.
+* KempnerForge stores the loss of each layer's router in the router, and pads experts to the busiest one. The loss keeps
+  the graph that backward computed again, as far as the layer's input, until the next step. With its own code on a CPU,
+  8 layers of width 256 hold 30 bytes per token and unit of width each after backward, as `_held` counts, and 2 for
+  tables of the rotation. In a model of 24 such layers and 8 experts, one expert gets all tokens of some layers from the
+  fifth step on; `_padded` assumes all layers.
 * Until version 0.43.2 (July 2024), bitsandbytes' 4-bit layers kept their inputs for backward, although they are frozen
   (bitsandbytes pull request 1270).
 
+The loss's peak, measured on a CPU in bytes per logit: 16 with Transformers 4.37.2 and 14 with 4.46.3 if the loop keeps
+its outputs, otherwise 12. Trainer keeps none. With 4.46.3, it takes 12 for one sequence, and 14 for several, whose
+logits are copied in forward.
+
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), fully_shard/_fsdp_collectives.py (FSDP2),
-transformers/models/llama/modeling_llama.py 4.39, peft/tuners/lora/layer.py 0.10, peft/utils/other.py 0.14,
+transformers/models/llama/modeling_llama.py 4.37, peft/tuners/lora/layer.py 0.10, peft/utils/other.py 0.14,
 bitsandbytes/functional.py, autograd/_functions.py and nn/modules.py, prime-rl d8f290ef (trainer/models/layers/moe.py
-and lora/multi_moe.py, utils/act_offloading.py).
+and lora/multi_moe.py, utils/act_offloading.py), KempnerForge 5666d0d1 (model/router.py, moe.py and attention.py).
 """
 
 from __future__ import annotations
@@ -62,17 +71,18 @@ class Peer:
     """How another engine runs a job.
 
     Attributes:
-        engine: `fsdp1`, `fsdp2`, or one of the engines above that shard nothing.
+        engine: `fsdp1`, `fsdp2`, or one of the engines above.
         tool: what the figure was measured with.
         dropout: whether LoRA inputs are dropped out, so that each target keeps its own copy.
-        logit_nbytes: bytes per logit at the worst moment of the loss. Transformers before 4.45: the returned float32
-            logits, log-softmax's output, its gradient, and that of its input. torchtitan frees the logits first.
+        logit_nbytes: bytes per logit at the worst moment of the loss: log-softmax's output, its gradient and its
+            input's, and the logits if the loop keeps its outputs until backward is over. Before version 4.45,
+            Transformers returns them in float32. Trainer and torchtitan free them before.
         adapter_dtype: dtype of adapters and their optimizer state.
         spare_adapters: copies of the adapters' weights for other runs, which have neither gradients nor state.
         keeps_inputs: whether 4-bit layers keep their inputs.
     """
 
-    engine: Literal["fsdp1", "fsdp2", "whole", "k-bit"] = "fsdp1"
+    engine: Literal["fsdp1", "fsdp2", "kempner", "whole", "k-bit"] = "fsdp1"
     tool: Tool = "reserved"
     dropout: bool = True
     logit_nbytes: int = 4 + BACKWARD_LOSS_NBYTES
@@ -101,13 +111,16 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
     persistent = _persistent(trained, job, peer, shards)
     gathered = {} if peer.is_whole else _gathered(trained, job, peer)
     moments: list[dict[str, int]] = [
-        {**gathered, **_loss_moment(trained, job, peer)},
+        {**gathered, **_loss_moment(trained, job, peer, shards)},
         {**gathered, **_layer_moment(trained, job, peer, shards)},
         _step_moment(trained, job, peer, shards),
     ]
-    fullest = max(range(len(moments)), key=lambda number: sum(moments[number].values()))
-    terms = {**persistent, **moments[fullest]}
-    transient = sum(terms.values()) - sum(persistent.values())
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    terms = {**persistent, **fullest}
+    transient = sum(fullest.values())
+    if peer.tool == "reserved" and fullest is moments[0]:
+        terms["block of logits"] = _cached_logits(model, job)
+        transient = 0
     if peer.tool != "allocated":
         terms["allocator"] = fragments_nbytes(transient, is_alone=ranks == 1)
     if peer.tool == "nvidia-smi":
@@ -147,7 +160,7 @@ def _gathered(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
     return {
         "root unsharded": _unit_nbytes(model.root, job),
         # FSDP2 copies parameters out of its gather buffers, two of which are alive.
-        "units unsharded": unit * (3 if peer.engine == "fsdp2" else 2),
+        "units unsharded": unit * (3 if peer.engine in ("fsdp2", "kempner") else 2),
     }
 
 
@@ -160,6 +173,8 @@ def _layer(block: Block, job: Job, peer: Peer) -> LayerActivations:
         read = block.adapters.read_once if block.adapters and not block.adapters.dropout else 0
         widths = 2 * block.hidden + block.active_intermediate
         inputs = max(0, widths - read) * itemsize(job.compute_dtype) * job.tokens
+    if peer.engine == "kempner":
+        return _padded(block, job)
     if peer.engine == "fsdp2" and block.experts:
         whole, weighting = _mixture(block, job)
         kept = whole if job.checkpointing == "none" else layer.kept
@@ -184,6 +199,23 @@ def _mixture(block: Block, job: Job) -> tuple[int, int]:
     return whole + kept * job.tokens, 3 * 4 * each * job.tokens
 
 
+def _held(block: Block, job: Job) -> int:
+    """What a layer of KempnerForge keeps after its backward: the graph of its router's loss, down to the layer's input.
+
+    Both norms keep a float32 copy of their input and the product before their weight. Attention keeps queries, keys and
+    values of all heads, its output and a copy of that. The projections and the router keep their input.
+    """
+    queries = block.heads * block.head_dim
+    return (2 * 8 * block.hidden + 2 * (2 * block.hidden + 5 * queries)) * job.tokens
+
+
+def _padded(block: Block, job: Job) -> LayerActivations:
+    """Experts of KempnerForge, all padded to the busiest one, which gets every token: inputs and four wide tensors."""
+    rows, inputs = job.tokens * block.experts, 2 * block.hidden * job.tokens
+    recomputed = rows * (2 * block.hidden + 3 * 2 * block.intermediate)  # the product of gate and up is freed by then
+    return LayerActivations(inputs, inputs, recomputed, rows * 3 * 2 * block.intermediate, 0, 0)
+
+
 def _kept(model: ModelShape, job: Job, peer: Peer) -> int:
     """What all layers keep until their backward. If it is on the host, one layer's is on the device.
 
@@ -193,12 +225,39 @@ def _kept(model: ModelShape, job: Job, peer: Peer) -> int:
     return sum(kept[-1:] if job.offload_activations else kept)
 
 
-def _loss_moment(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
-    # KempnerForge's loop keeps the logits, and `cross_entropy` computes three more tensors like them.
-    each = {"eager": peer.logit_nbytes, "plain": 4 * itemsize(job.compute_dtype)}.get(job.loss, 0)
-    logits = job.tokens * model.vocab * each
-    cast = 2 * model.vocab * model.hidden if peer.engine == "k-bit" else 0
-    return {"activations kept": _kept(model, job, peer), "logits and loss": logits, "head in bfloat16": cast}
+def _loss_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
+    each = {"eager": BACKWARD_LOSS_NBYTES, "plain": 3 * itemsize(job.compute_dtype)}.get(job.loss, 0)
+    return {
+        "activations kept": _kept(model, job, peer),
+        "the last norm's input": 4 * model.hidden * job.tokens if job.loss == "eager" else 0,
+        "logits kept": _kept_logits(model, job, peer),
+        "loss": job.tokens * model.vocab * each,
+        "head in bfloat16": 2 * model.vocab * model.hidden if peer.engine == "k-bit" else 0,
+        # Those of the micro-batches before the last.
+        "gradients": _gradients(model, job, peer, ranks) if job.accumulation > 1 else 0,
+    }
+
+
+def _cached_logits(model: ModelShape, job: Job) -> int:
+    """The block of the head's output, which no float32 tensor fits in after it has been cast and freed.
+
+    With it, Answer.AI's QLoRA of Llama-2-7B grows by 1.63 GiB per sequence of 2,048 tokens. From 4 to 10 sequences, its
+    reserved memory grows by 1.625 GiB for each. If the device is full, the allocator gives the block back.
+    """
+    width = itemsize(job.compute_dtype)
+    return job.tokens * model.vocab * width if job.loss == "eager" and width < 4 else 0
+
+
+def _kept_logits(model: ModelShape, job: Job, peer: Peer) -> int:
+    """The logits that the loop keeps until backward is over."""
+    each = {"eager": peer.logit_nbytes - BACKWARD_LOSS_NBYTES, "plain": itemsize(job.compute_dtype)}.get(job.loss, 0)
+    return job.tokens * model.vocab * each
+
+
+def _gradients(model: ModelShape, job: Job, peer: Peer, ranks: int) -> int:
+    if job.offload:
+        return 0
+    return model.trainable_numel * itemsize(job.main_dtype if job.method == "full" else peer.adapter_dtype) // ranks
 
 
 def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
@@ -207,17 +266,20 @@ def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[s
     layer = max(layers, key=lambda layer: layer.recomputed + layer.working)
     compute = itemsize(job.compute_dtype)
     trained = sum(p.numel for p in unit.parameters if p.trainable)
-    width = itemsize(job.main_dtype if job.method == "full" else peer.adapter_dtype)
+    summed = itemsize(job.reduce_dtype or (job.main_dtype if job.method == "full" else peer.adapter_dtype))
     packed = max((p.numel for p in unit.parameters if p.exact), default=0)
-    on_device = 0 if job.offload else 1
+    # Backward reaches the first layer last: it alone still has its input, and all have their routers' graphs.
+    held = sum(_held(block, job) for block in model.blocks) if peer.engine == "kempner" else 0
     return {
-        "activations kept": _kept(model, job, peer),
+        "activations kept": layer.inputs if held else _kept(model, job, peer),
+        "held by routers": held,
+        "logits kept": _kept_logits(model, job, peer),
         "one layer recomputed": layer.recomputed,
         "temporaries": layer.working,
         "unpacked weight": 2 * packed * compute,
         # Reductions under way: gradients in the compute dtype, and the reduce input in that of the sum.
-        "unsharded gradients": trained * (compute + width),
-        "gradients": on_device * model.trainable_numel * width // ranks,
+        "unsharded gradients": trained * (compute + summed),
+        "gradients": _gradients(model, job, peer, ranks),
     }
 
 
@@ -226,10 +288,10 @@ def _step_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[st
     if job.offload:
         return {}
     main = job.main_dtype if job.method == "full" else peer.adapter_dtype
-    width = itemsize(main) * model.trainable_numel // ranks
+    gradients = _gradients(model, job, peer, ranks)
     return {
-        "gradients": width,
-        "optimizer's temporaries": width * job.planned_optimizer.has_temporaries,
+        "gradients": gradients,
+        "optimizer's temporaries": gradients * job.planned_optimizer.has_temporaries,
         "optimizer state, for the step": _state(model, job, main) // ranks * job.on_host.optimizer_state,
     }
 

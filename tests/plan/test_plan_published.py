@@ -65,14 +65,17 @@ def _answer(name: str, model: str, published: float, method: dict[str, Any], **j
     return Row(name, model, 2, published * GIB, peer, {**method, **_R64, **job}, ANSWER, reason)
 
 
+_TRAINED = Peer(tool="nvidia-smi", logit_nbytes=12)  # Trainer frees the model's outputs before backward
+_TRAINED_4_BITS = dataclasses.replace(_TRAINED, keeps_inputs=True)
+
 ROWS = [
-    Row("70B LoRA, base fp32, 8 x H100 (72 to 80 GB)", "Llama-2-70B", 8, 76 * GB, Peer(tool="nvidia-smi"),
+    Row("70B LoRA, base fp32, 8 x H100 (72 to 80 GB)", "Llama-2-70B", 8, 76 * GB, _TRAINED,
         {**_LORA, "base_dtype": "float32", "precision": "bf16", "micro_batch": 8, "accumulation": 4}, SEED),
-    Row("70B QLoRA, 2 GPUs, no offload", "Llama-2-70B", 2, 35.6 * GB, Peer(tool="nvidia-smi", keeps_inputs=True),
+    Row("70B QLoRA, 2 GPUs, no offload", "Llama-2-70B", 2, 35.6 * GB, _TRAINED_4_BITS,
         {**_QLORA, "precision": "no", "micro_batch": 2, "accumulation": 2, "reentrant": True}, SEED),
-    Row("70B QLoRA, 2 GPUs, offload", "Llama-2-70B", 2, 19.6 * GB, Peer(tool="nvidia-smi", keeps_inputs=True),
+    Row("70B QLoRA, 2 GPUs, offload", "Llama-2-70B", 2, 19.6 * GB, _TRAINED_4_BITS,
         {**_QLORA, "precision": "no", "micro_batch": 2, "accumulation": 2, "reentrant": True, "offload": True}, SEED),
-    Row("Llama-3-70B QLoRA, 4 x A10G, offload", "Llama-3-70B", 4, 22 * GB, Peer(tool="nvidia-smi", keeps_inputs=True),
+    Row("Llama-3-70B QLoRA, 4 x A10G, offload", "Llama-3-70B", 4, 22 * GB, _TRAINED_4_BITS,
         {**_QLORA, "precision": "bf16", "micro_batch": 1, "seq_len": 3072, "offload": True, "lora_rank": 16},
         "philschmid.de, FSDP and QLoRA for Llama 3"),
     _answer("7B QLoRA 1 x 512", "Llama-2-7B", 4.98, _QLORA, seq_len=512),

@@ -34,7 +34,7 @@ from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Traffic, traffic_of
 from fullshard.plan.work import step_decoding_seconds
 
-ERROR_BAR = 0.93, 1.17
+ERROR_BAR = 0.91, 1.13
 """Measured memory divided by predicted memory: the 10th and the 90th percentile of published runs, which
 `tests/plan/test_plan_published.py` asserts."""
 

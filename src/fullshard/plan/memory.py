@@ -57,7 +57,8 @@ and on several devices at least 1.5 GiB, because a block is only used again by t
 (c10/cuda/CUDACachingAllocator.cpp), and messages have their own streams.
 
 Answer.AI published the allocated and the reserved memory of two runs (Llama-2-7B LoRA, 2 x 3090): 8.28 and 10.24 GiB,
-and 9.16 and 10.22 GiB. Reserved memory grows by 1.62 GiB per sequence, and its tensors by 1.48 GiB, a tenth less.
+and 9.16 and 10.22 GiB. With QLoRA, reserved memory grows by 1.62 GiB per sequence, and its tensors by 1.51 GiB. The
+rest is the block of the bfloat16 logits, in which no float32 tensor fits after they have been cast and freed.
 """
 
 
