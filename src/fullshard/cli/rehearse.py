@@ -46,7 +46,7 @@ def rehearse(
     one, and collectives take the time that the links would take. Losses and checkpoints mean nothing. The command
     measures the time of a step, the communication that computation does not hide, and the peak of memory in each phase.
 
-    The exit code is 1 if the job would not fit into the memory of its devices, or that of the script if it fails.
+    The exit code is 1 if the job would not fit into its devices' memory, 2 without a step, or that of a failed script.
     """
     from fullshard.launch.scratch import scratch_directory
     from fullshard.observe.plots import rehearsal_chart, require_plots
@@ -69,9 +69,13 @@ def rehearse(
         if compare is not None:
             theirs = {**variables, TAKE.name: ""}
             found[compare] = _run(options | {"engine": compare}, program, theirs, prints=not as_json)
-    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    lines = (textwrap.fill(line, 80, subsequent_indent="  ") for text in _lines(found) for line in text.splitlines())
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
     if plot is not None:
         rehearsal_chart(found, plot)
+    if not found["steps"]:
+        hint = "a step is a call of `step()` of a torch optimizer"
+        raise ConfigError("the script has taken no step, so the rehearsal cannot tell whether it fits", hint=hint)
     if not found["fits"]:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -113,6 +117,7 @@ def _of_a_command(words: list[str], target: str | None, rest: list[str], scratch
     """Return what follows `fullshard launch` for a command line with a command of fullshard or with a recipe."""
     flags, rest = words[: len(words) - len(rest) - 1], rest if target == "fullshard" else ["sft", str(target), *rest]
     if rest[:1] != ["sft"]:
+        rest = [*rest, *["--output-dir", str(scratch / "output")] * (rest[:1] == ["train"])]
         return [*flags, *(rest[1:] if rest[:1] == ["launch"] else ["-m", "fullshard", *rest])]
     more, rest = split_words(rest[1:], scratch)
     return [*flags, *more, "-m", RECIPE, *rest]
@@ -162,10 +167,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["unplanned"]:
         lines.append(f"no plan beside it: {found['unplanned']}")
     whole = "; nothing is sharded by fullshard or fully_shard" * (found["engine"] is None and found["steps"] > 0)
+    fits = {True: "fits", False: "does not fit"}.get(found["fits"], "before any step")
     lines.append(
-        f"{'fits' if found['fits'] else 'does not fit'}: needs {format_nbytes(found['needed'])}, with "
-        f"{format_nbytes(found['runtime'])} for the runtime{said}, and a device has "
-        f"{format_nbytes(found['memory'])}{whole}"
+        f"{fits}: needs {format_nbytes(found['needed'])}, with {format_nbytes(found['runtime'])} for the runtime"
+        f"{said}, and a device has {format_nbytes(found['memory'])}{whole}"
     )
     return [
         *lines,

@@ -45,21 +45,23 @@ def processor_seconds() -> float:
     return spent / len(_HERE)
 
 
-def _keep_busy(begin: float, end: float, seconds: float) -> None:
-    """Copy memory for so many seconds of the processor, in parts of 1 ms between two times of the host's clock."""
+def _arrive(fill: Callable[[], object], is_inference: bool, begin: float, end: float, seconds: float) -> None:
+    """Copy memory for so many seconds of the processor, in parts of 1 ms between two times, then write the results."""
     parts = math.ceil(seconds / 1e-3)
     for part in range(parts):
         time.sleep(max(0.0, begin + (end - begin) * part / parts - time.perf_counter()))
         until = time.thread_time() + seconds / parts
         while time.thread_time() < until:
             ctypes.memmove(_THERE, _HERE, 2**18)
+    with torch.inference_mode(is_inference):
+        fill()  # not before, because what has not arrived takes no memory
 
 
 class Links:
     """The links of a cluster, and the lines on them. A byte takes `processor` seconds. If `is_free`, none do."""
 
     def __init__(self, cluster: Cluster, *, is_free: bool = False, processor: float = 0.0) -> None:
-        self._cluster, self.is_free, self._processor = cluster, is_free, processor
+        self._cluster, self.is_free, self.processor = cluster, is_free, processor
         self._sent_at = [0.0, 0.0]  # when the links inside hosts and between hosts are free, on the host's clock
         self._sent: Any = None  # and on the GPU's, in its memory
 
@@ -90,7 +92,7 @@ class Links:
         link = sending.index(max(sending))
         begin = max(earliest, self._sent_at[link])
         self._sent_at[link] = begin + sending[link]
-        spent = 0.0 if self.is_free else self._processor * sum(message.sent(self._cluster))
+        spent = 0.0 if self.is_free else self.processor * sum(message.sent(self._cluster))
         return begin, self._sent_at[link] + latency, spent
 
     def seconds(self, message: Collective) -> tuple[tuple[float, float], float]:
@@ -141,9 +143,8 @@ class HostWork(_RunningWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        timer = threading.Timer(max(0.0, self._end - time.perf_counter()), future.set_result, self._kept)
-        timer.daemon = True
-        timer.start()
+        end = threading.Thread(target=lambda k: future.set_result(self._wait() and k), args=[self._kept], daemon=True)
+        end.start()
         return future
 
 
@@ -159,8 +160,10 @@ class HostLine:
         if message.what == "barrier" and torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
         begin, self._free_at, spent = self._links.reserve(message, max(time.perf_counter(), self._free_at))
-        busy = self._thread.submit(_keep_busy, begin, self._free_at, spent) if spent > 1e-4 else None
-        fill()
+        if self._links.processor * message.nbytes <= 1e-4:
+            fill()
+            return HostWork(self._free_at, whole)
+        busy = self._thread.submit(_arrive, fill, torch.is_inference_mode_enabled(), begin, self._free_at, spent)
         return HostWork(self._free_at, whole, busy=busy)
 
 

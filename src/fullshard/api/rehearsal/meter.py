@@ -209,7 +209,7 @@ class Meter:
             "needed": needed,
             "runtime": runtime,
             "memory": memory,
-            "fits": needed <= memory,
+            "fits": needed <= memory if self._ends else None,
             "is_on_gpu": torch.accelerator.is_available(),
             "saves": saves.done,
             "unknown": dict(unknown),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
 from torch.distributed import fsdp
 
 import fullshard
@@ -27,8 +28,8 @@ from fullshard.api.rehearsal.messages import messages_of
 from fullshard.api.rehearsal.meter import Meter
 from fullshard.comm.select import register_backend
 from fullshard.core.files import write_text
-from fullshard.core.imports import Replaced, replace
-from fullshard.launch import bootstrap, take
+from fullshard.core.imports import Replaced, after_import, replace
+from fullshard.launch import bootstrap, journal, take
 from fullshard.plan.hardware import find_device, parse_cluster
 
 
@@ -48,6 +49,7 @@ def main() -> None:
         _use_torchs_engine()
     with register(links.line):
         replace(replacements())
+        _write_below(f"{options['answer']}.output")
         meter = Meter(links, options["steps"], cluster)
         code: Any = 0
         try:
@@ -56,6 +58,21 @@ def main() -> None:
             code = end.code
         write_text(Path(options["answer"]), json.dumps({"unknown": unknown} if code else meter.answer()))
         sys.exit(code)
+
+
+def _write_below(folder: str) -> None:
+    """Let Trainer, Accelerator and the journal write below a folder, so that files of real runs stay as they are."""
+
+    def below(path: Any) -> Any:
+        return path if not path or any(s in str(path) for s in ("://", folder)) else f"{folder}{Path(path).absolute()}"
+
+    def settle(module: Any) -> None:
+        begin = Replaced.of(module.TrainingArguments, "__post_init__")
+        replace({begin: lambda t: begin.torchs(t) or t.__dict__.update(output_dir=below(t.output_dir))})
+
+    after_import("transformers.training_args", settle)
+    record, place = Replaced.of(journal, "record_events"), Replaced.of(ProjectConfiguration, "set_directories")
+    replace({record: lambda d: record.torchs(below(d)), place: lambda config, d=None: place.torchs(config, below(d))})
 
 
 def _use_torchs_engine() -> None:
