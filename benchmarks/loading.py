@@ -3,7 +3,7 @@
     python -m benchmarks.loading [--form nf4] [--layers 16]
 
 A Llama of 1.1 billion parameters (16 layers; made here, with random weights, stored in bf16) is loaded on two ranks of
-this host: with float32 weights, or quantised to 4 bits on the way. Accelerate has `cpu_ram_efficient_loading` on. What
+this host: with float32 weights, or quantized to 4 bits on the way. Accelerate has `cpu_ram_efficient_loading` on. What
 a rank may take is its shard and the largest unit; the loss of a first batch shows that both loaded the same model.
 The result goes to `benchmarks/results/loading-FORM.json`.
 """
@@ -175,7 +175,7 @@ def make_model(directory: str, layers: int) -> dict[str, int]:
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "float32": 4 * max(layer, rest),
-        # While it is quantised, a unit's largest weight is there in bf16, too; the root stays in bf16.
+        # While it is quantized, a unit's largest weight is there in bf16, too; the root stays in bf16.
         "nf4": max(layer * 17 // 32 + 2 * SHAPE["hidden_size"] * SHAPE["intermediate_size"], 2 * rest),
     }
 

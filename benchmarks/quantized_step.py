@@ -1,4 +1,4 @@
-"""Time of a training step: weights quantised at rest, and the layers of bitsandbytes, on the same dense model.
+"""Time of a training step: weights quantized at rest, and the layers of bitsandbytes, on the same dense model.
 
     python -m benchmarks.quantized_step [--ranks 2] [--repeats 9]
     python -m benchmarks.quantized_step --device cuda --ranks 1 --output benchmarks/results/cuda-quantized-step.json

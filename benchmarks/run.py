@@ -1,7 +1,7 @@
 """`python -m benchmarks.run`: measures the engines on the rows, interleaved, and writes one record.
 
 Every (row, repeat) runs each engine once in fresh processes, so that peak memory is an engine's own, and in an order
-that rotates from repeat to repeat, so that a machine that slows down for a while does not favour anyone.
+that rotates from repeat to repeat, so that a machine that slows down for a while does not favor anyone.
 """
 
 from __future__ import annotations

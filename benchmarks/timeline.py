@@ -147,12 +147,12 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     units = list(dict.fromkeys(event["unit"] for event in events if event["kind"] == EventKind.FORWARD_BEGIN))
     figure = Figure(figsize=(10, 6), layout="constrained")
     lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    for number, (label, (first, last, colour)) in enumerate(KINDS.items()):
+    for number, (label, (first, last, color)) in enumerate(KINDS.items()):
         lower = 0.35 if label in ("gather", "reduction") else 0.0  # communication below computation
         for unit, begin, stop in spans(events, first, last):
             y = units.index(unit) - 0.4 + lower
-            lanes.broken_barh([(begin * 1e3, (stop - begin) * 1e3)], (y, 0.35), color=colour, zorder=number)
-        lanes.broken_barh([], (0, 0), color=colour, label=label)
+            lanes.broken_barh([(begin * 1e3, (stop - begin) * 1e3)], (y, 0.35), color=color, zorder=number)
+        lanes.broken_barh([], (0, 0), color=color, label=label)
     begin_step = next(event["at"] for event in events if event["kind"] == EventKind.OPTIMIZER_STEP) * 1e3
     lanes.axvspan(begin_step, end, color="#dddddd", zorder=-1, label="optimizer")
     lanes.set_yticks(range(len(units)), [unit or "(model)" for unit in units], fontsize=7)

@@ -1,4 +1,4 @@
-"""QLoRA: LoRA adapters on a model that is quantised to 4 bits while it is read, each rank its own part.
+"""QLoRA: LoRA adapters on a model that is quantized to 4 bits while it is read, each rank its own part.
 
     fullshard launch --num_processes 2 examples/qlora.py
 

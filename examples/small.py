@@ -92,7 +92,7 @@ def prompts(count: int = 512) -> Any:
 
 
 def images(count: int = 256, size: int = 32) -> list[dict[str, Any]]:
-    """Noise in which one of the three colours is brighter; its number is the label."""
+    """Noise in which one of the three colors is brighter; its number is the label."""
     generator = torch.Generator().manual_seed(0)
     made: list[dict[str, Any]] = []
     for i in range(count):

@@ -14,7 +14,7 @@ Make = Callable[[Iterator[nn.Parameter]], optim.Optimizer]
 
 
 def in_groups(parameters: Iterator[nn.Parameter]) -> optim.Optimizer:
-    """The usual two groups: matrices decay and vectors do not, so neighbours in a bucket are in different groups."""
+    """The usual two groups: matrices decay and vectors do not, so neighbors in a bucket are in different groups."""
     known = list(parameters)
     groups = [
         {"params": [p for p in known if p.dim() > 1], "weight_decay": 0.1},

@@ -1,4 +1,4 @@
-"""The table of docs/planning.md with models that are quantised at rest, on cards of several sizes.
+"""The table of docs/planning.md with models that are quantized at rest, on cards of several sizes.
 
     python -m tests.plan_table
 

@@ -244,7 +244,7 @@ def build(model_type: str, name: str, *, seed: int = 0) -> nn.Module:
 
 
 def make(model_type: str, name: str) -> nn.Module:
-    """A model as Transformers initialises it; on the meta device, if that is the current one."""
+    """A model as Transformers initializes it; on the meta device, if that is the current one."""
     cls = model_class(model_type, name)
     config = tiny_config(model_type, name)
     with warnings.catch_warnings():

@@ -7,8 +7,8 @@ from pathlib import Path
 from fullshard.core.layout import BucketLayout, ParameterSpec
 
 DOCS = Path(__file__).parents[1]
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")
-GREY, INK = "#d9dde3", "#1f2430"
+COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")
+GRAY, INK = "#d9dde3", "#1f2430"
 WORLD_SIZE = 4
 PARAMETERS = (
     ParameterSpec("norm", (16,)),
@@ -51,15 +51,15 @@ def layout() -> str:
             parts.append(box(left + end * scale, 30, (offset - end) * scale, row, "url(#pad)", "padding"))
         end = offset + spec.numel
         shape = " x ".join(map(str, spec.shape))
-        parts.append(box(left + offset * scale, 30, spec.numel * scale, row, GREY, f"{spec.name} ({shape})"))
+        parts.append(box(left + offset * scale, 30, spec.numel * scale, row, GRAY, f"{spec.name} ({shape})"))
         x = left + (offset + spec.numel / 2) * scale
         parts.append(words(x, 57, spec.name if spec.numel * scale > 30 else spec.name[0]))
     parts.append(box(left + end * scale, 30, (bucket.full_numel - end) * scale, row, "url(#pad)", "padding"))
     parts.append(words(left, 106, f"intervals of {bucket.shard_numel} elements", anchor="start"))
-    for rank, colour in enumerate(COLOURS):
+    for rank, color in enumerate(COLORS):
         start = bucket.rank_interval(rank).start
         x, each = left + start * scale, bucket.shard_numel * scale
-        parts.append(box(x, 116, each, row, colour, f"rank {rank}"))
+        parts.append(box(x, 116, each, row, color, f"rank {rank}"))
         parts.append(words(x + each / 2, 143, f"rank {rank}", "#ffffff"))
         if rank:
             parts.append(
@@ -81,14 +81,14 @@ def step() -> str:
         ahead, there = float(unit), 1.0 + unit
         back = 1 + units + (units - 1 - unit) * 1.6
         held = unit == units - 1  # the last is needed again at once
-        spans = [(ahead, 1.0, COLOURS[0], "gather"), (there, 1.0, COLOURS[2], "compute")]
+        spans = [(ahead, 1.0, COLORS[0], "gather"), (there, 1.0, COLORS[2], "compute")]
         if not held:
-            spans.append((back - 1.6, 1.6, COLOURS[0], "gather"))
-        spans += [(back, 1.6, COLOURS[2], "compute"), (back + 1.6, 1.6, COLOURS[1], "reduce")]
-        parts += [box(left + at * wide, y, length * wide, row, colour, what) for at, length, colour, what in spans]
-    legend = ((COLOURS[0], "gather"), (COLOURS[2], "compute"), (COLOURS[1], "reduce"))
-    for index, (colour, what) in enumerate(legend):
-        parts += [box(80 + index * 200, 205, 16, 14, colour, what), words(102 + index * 200, 217, what, anchor="start")]
+            spans.append((back - 1.6, 1.6, COLORS[0], "gather"))
+        spans += [(back, 1.6, COLORS[2], "compute"), (back + 1.6, 1.6, COLORS[1], "reduce")]
+        parts += [box(left + at * wide, y, length * wide, row, color, what) for at, length, color, what in spans]
+    legend = ((COLORS[0], "gather"), (COLORS[2], "compute"), (COLORS[1], "reduce"))
+    for index, (color, what) in enumerate(legend):
+        parts += [box(80 + index * 200, 205, 16, 14, color, what), words(102 + index * 200, 217, what, anchor="start")]
     return "".join([*parts, "</svg>\n"])
 
 

@@ -184,7 +184,7 @@ def test_every_kind_of_handler_is_used_or_refused(kind: type, capsys: pytest.Cap
         (accelerate.InitProcessGroupKwargs(backend="mpi"), "backend = 'mpi'"),
     ],
 )
-def test_values_of_handlers_that_cannot_be_honoured_are_refused(handler: Any, message: str) -> None:
+def test_values_of_handlers_that_cannot_be_honored_are_refused(handler: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Accelerator(cpu=True, kwargs_handlers=[handler])
 
@@ -382,7 +382,7 @@ def test_other_parallelism_is_refused(fields: dict[str, int], message: str) -> N
 # -- gradients --------------------------------------------------------------------------------------------------
 
 
-def _synchronised() -> dict[str, Any]:
+def _synchronized() -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = accelerator.prepare(nn.Linear(3, 1, bias=False))
@@ -416,7 +416,7 @@ def test_gradients_are_kept_until_they_are_to_be_reduced() -> None:
     expected = {
         "accelerator, kept": False, "accelerator, reduced": 94.5, "model, kept": False, "model, reduced": 94.5,
     }  # fmt: skip
-    assert run_ranks(_synchronised, 2) == [expected, expected]
+    assert run_ranks(_synchronized, 2) == [expected, expected]
 
 
 # -- state ------------------------------------------------------------------------------------------------------

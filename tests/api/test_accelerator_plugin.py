@@ -230,7 +230,7 @@ def test_torchs_general_policies_select_the_same_modules() -> None:
         {"forward_prefetch": "maybe"},
     ],
 )
-def test_values_that_cannot_be_honoured_are_refused_at_once(fields: dict[str, Any]) -> None:
+def test_values_that_cannot_be_honored_are_refused_at_once(fields: dict[str, Any]) -> None:
     with pytest.raises((ConfigError, WrapError)):
         Plugin(**fields)
 
@@ -305,7 +305,7 @@ def test_set_auto_wrap_policy_checks_names_against_the_model() -> None:
     assert plugin.wrap_policy() == ByClass(("Linear",))
 
 
-def test_efficient_loading_tells_transformers_and_implies_synchronisation() -> None:
+def test_efficient_loading_tells_transformers_and_implies_synchronization() -> None:
     plugin = Plugin(cpu_ram_efficient_loading=True)
     assert plugin.sharding_config().sync_module_states
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"

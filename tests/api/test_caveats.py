@@ -113,7 +113,7 @@ WIDE = {**SMALL, "hidden_size": 128, "intermediate_size": 256}
 
 
 def qlora(directory: str, output: str, resume: str | None) -> Any:
-    """A quantised model with adapters, under Trainer, with the optimizer that saving used to fail with."""
+    """A quantized model with adapters, under Trainer, with the optimizer that saving used to fail with."""
     import peft
     from transformers import BitsAndBytesConfig
 

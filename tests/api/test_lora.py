@@ -190,7 +190,7 @@ def test_dora_starts_from_norms_that_are_read(tmp_path: Path, family: str, dtype
     assert all(torch.equal(found[name], value) for name, value in magnitudes.items())
 
 
-def dora_on_quantised(base: str, bits: int, dtype: torch.dtype, storage: torch.dtype) -> None:
+def dora_on_quantized(base: str, bits: int, dtype: torch.dtype, storage: torch.dtype) -> None:
     import peft
 
     import fullshard
@@ -232,13 +232,13 @@ def dora_on_quantised(base: str, bits: int, dtype: torch.dtype, storage: torch.d
     ],
     ids=str,
 )
-def test_dora_on_weights_quantised_as_they_are_read(
+def test_dora_on_weights_quantized_as_they_are_read(
     tmp_path: Path, bits: int, dtype: torch.dtype, storage: torch.dtype
 ) -> None:
     """Magnitudes are the norms of what the weights have become, as PEFT takes them."""
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     build("llama").save_pretrained(tmp_path)
-    run_ranks(dora_on_quantised, 2, str(tmp_path), bits, dtype, storage)
+    run_ranks(dora_on_quantized, 2, str(tmp_path), bits, dtype, storage)
 
 
 # -- merging --------------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ MIXTURE = {**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_pe
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else value,
 )
-def test_adapters_and_weights_quantised_at_rest(model: dict[str, Any], form: str | None) -> None:
+def test_adapters_and_weights_quantized_at_rest(model: dict[str, Any], form: str | None) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     settings = {"method": "lora", "lora_rank": 4, "checkpointing": "full", "seq_len": 16, "strategy": "HYBRID_SHARD"}

@@ -144,7 +144,7 @@ def check_training(path: Path, form: str | None) -> None:
             optimizer.step()
             optimizer.zero_grad()
     if form is None:
-        with pytest.raises(CheckpointError, match="quantised, so merging would round its adapter"):
+        with pytest.raises(CheckpointError, match="quantized, so merging would round its adapter"):
             export_hf(path.parent / "exported", model=model)
         return
     export_hf(path.parent / "exported", model=model)
@@ -192,10 +192,10 @@ def test_4_bit_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load(".quant_map", torch.zeros(16))
     with pytest.raises(CheckpointError, match=r"bitsandbytes__nf4 is not in the format that bitsandbytes"):
         load(state.removeprefix(name), torch.full((20,), 65, dtype=torch.uint8))
-    with pytest.raises(CheckpointError, match=r"double quantisation False in the model and True in model"):
+    with pytest.raises(CheckpointError, match=r"double quantization False in the model and True in model"):
         load("", whole[name], quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
     with pytest.raises(ConfigError, match=r"requests bitsandbytes' layers, but quantize or dequantize replaces"):
         load("", whole[name], quantization_config=BitsAndBytesConfig(load_in_4bit=True), quantize="nf4")
     said |= {"load_in_4bit": False, "load_in_8bit": True}
-    with pytest.raises(ConfigError, match=r"already quantised \(bitsandbytes, 8-bit\)"):
+    with pytest.raises(ConfigError, match=r"already quantized \(bitsandbytes, 8-bit\)"):
         load("", whole[name])

@@ -1,4 +1,4 @@
-"""Directories whose weights are quantised already, against Transformers' own loading of the same files.
+"""Directories whose weights are quantized already, against Transformers' own loading of the same files.
 
 pytest tests/checkpoint/test_coded_files.py
 """
@@ -63,7 +63,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], said: Any) -> None:
-    """Replace the tensors of a directory, and what its configuration says of quantisation."""
+    """Replace the tensors of a directory, and what its configuration says of quantization."""
     tensors = change(load_file(path / "model.safetensors"))
     save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
@@ -101,7 +101,7 @@ DEEPSEEK = DeepseekV3Config(
 
 
 def in_fp8(path: Path, block: list[int], scale_fmt: str = "float", shape: Any = DEEPSEEK) -> Path:
-    """Write a small model whose linear layers and experts are in FP8, quantised by Transformers' own code."""
+    """Write a small model whose linear layers and experts are in FP8, quantized by Transformers' own code."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     for parameter in model.parameters():
@@ -260,9 +260,9 @@ def test_files_in_mxfp4_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load(blocks=whole[f"{name}_blocks"][:, :, :2], scales=whole[f"{name}_scales"][..., :2])
 
 
-def test_another_quantisation_of_coded_files_is_asked_for_by_its_form(tmp_path: Path) -> None:
+def test_another_quantization_of_coded_files_is_asked_for_by_its_form(tmp_path: Path) -> None:
     gpt_oss(tmp_path)
-    with pytest.raises(ConfigError, match=r"is a BitsAndBytesConfig, but .* already quantised \(mxfp4\)") as error:
+    with pytest.raises(ConfigError, match=r"is a BitsAndBytesConfig, but .* already quantized \(mxfp4\)") as error:
         fullshard.from_pretrained(
             AutoModelForCausalLM, tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
         )
@@ -279,7 +279,7 @@ def test_another_quantisation_of_coded_files_is_asked_for_by_its_form(tmp_path: 
 
 
 def check_merge(path: Path, targets: dict[str, Any], reference: Any) -> None:
-    """`fullshard merge` onto coded files gives PEFT's merge with the values, and says nothing of quantisation."""
+    """`fullshard merge` onto coded files gives PEFT's merge with the values, and says nothing of quantization."""
     model = adapted(reference, **targets)
     fill_adapters(model)
     model.save_pretrained(path / "adapter")
@@ -299,17 +299,17 @@ def test_merging_onto_mxfp4_is_exact(tmp_path: Path) -> None:
     check_merge(tmp_path, {"target_parameters": EXPERTS, "target_modules": ["q_proj"]}, reference)
 
 
-def test_quantised_files_that_cannot_be_read_are_refused_by_every_reader(tmp_path: Path) -> None:
+def test_quantized_files_that_cannot_be_read_are_refused_by_every_reader(tmp_path: Path) -> None:
     gpt_oss(tmp_path / "base")
     model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path / "base")
     rewrite(tmp_path / "base", lambda tensors: tensors, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ConfigError, match=r"already quantised \(gptq\)") as error:
+    with pytest.raises(ConfigError, match=r"already quantized \(gptq\)") as error:
         fullshard.from_pretrained(AutoModelForCausalLM, tmp_path / "base")
     assert "mxfp4" in str(error.value.hint)
-    with pytest.raises(ConfigError, match=r"already quantised \(gptq\)"), open_merged(tmp_path / "base", tmp_path):
+    with pytest.raises(ConfigError, match=r"already quantized \(gptq\)"), open_merged(tmp_path / "base", tmp_path):
         pass
     sharded = Accelerator(cpu=True).prepare(model)
-    with pytest.raises(ConfigError, match=r"already quantised \(gptq\)"):
+    with pytest.raises(ConfigError, match=r"already quantized \(gptq\)"):
         load_pretrained(tmp_path / "base", sharded)
 
 

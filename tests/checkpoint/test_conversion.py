@@ -203,7 +203,7 @@ def test_a_missing_weight_is_an_error_unless_it_may_be(llama: Path, caplog: pyte
         assert "score" not in str(error.value) and "ignore_missing" in str(error.value.hint)
     with caplog.at_level(logging.WARNING):
         sharded_state(AutoModelForCausalLM, llama, ignore_missing=True)
-    assert "newly initialised: model.layers.1.mlp.up_proj.weight" in caplog.text
+    assert "newly initialized: model.layers.1.mlp.up_proj.weight" in caplog.text
 
 
 @pytest.mark.parametrize("architecture", [None, "SomebodysModel"])

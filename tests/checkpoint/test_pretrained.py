@@ -121,13 +121,13 @@ def check_head(path: Path) -> None:
     assert whole["classifier.weight"].std() > 0 and whole["classifier.weight"].abs().max() < 1
 
 
-def test_a_new_head_is_initialised_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_head_is_initialized_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     BertForMaskedLM(BertConfig(**SMALL, max_position_embeddings=32)).save_pretrained(tmp_path)
     run_ranks(check_head, 2, tmp_path)
     with caplog.at_level(logging.WARNING):
         check_head(tmp_path)
-    assert "newly initialised: bert.pooler.dense.bias" in caplog.text and "classifier.weight" in caplog.text
+    assert "newly initialized: bert.pooler.dense.bias" in caplog.text and "classifier.weight" in caplog.text
     assert "not used: cls." in caplog.text
 
 
@@ -159,22 +159,22 @@ def test_resized_embeddings_keep_their_rows(tmp_path: Path) -> None:
     assert all(values == added[0] for values in added)
 
 
-def check_quantised(path: Path, bits: int, storage: torch.dtype) -> tuple[int, int]:
+def check_quantized(path: Path, bits: int, storage: torch.dtype) -> tuple[int, int]:
     rank, _ = rank_and_size()
     if bits == 4:
-        quantised = BitsAndBytesConfig(
+        quantized = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=storage,
         )  # fmt: skip
     else:
-        quantised = BitsAndBytesConfig(load_in_8bit=True)
+        quantized = BitsAndBytesConfig(load_in_8bit=True)
     model: Any = fullshard.from_pretrained(
-        AutoModelForCausalLM, path, quantization_config=quantised, dtype=torch.float32
+        AutoModelForCausalLM, path, quantization_config=quantized, dtype=torch.float32
     )
     assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (bits == 4, bits == 8)
     sharded = Accelerator(cpu=True).prepare(add_adapter(model))
     # After it, so that nothing bitsandbytes has made for the reference is of help.
-    reference = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantised, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantized, dtype=torch.float32)
     expected = keep_layout(add_adapter(reference))
     ids = tokens(rank)
     # B is zero, so the adapters change nothing yet.
@@ -206,10 +206,10 @@ def add_adapter(model: Any) -> Any:
     ],
     ids=str,
 )
-def test_weights_are_quantised_as_they_are_read(bits: int, storage: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_quantized_as_they_are_read(bits: int, storage: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     save(LlamaConfig(**{**SMALL, "hidden_size": 64, "intermediate_size": 128}, num_key_value_heads=4), tmp_path)
-    run_ranks(check_quantised, 2, tmp_path, bits, storage)
+    run_ranks(check_quantized, 2, tmp_path, bits, storage)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_plan_breaks_no_line_in_a_pipe_and_fits_80_columns_elsewhere(monkeypat
 @pytest.mark.parametrize(
     "words", ["recipe list", "plan -m Llama-3.1-8B -d 8xH100", "plan -m Llama-3.1-8B -d 8xH100 --details", "launch -h"]
 )
-def test_usual_output_fits_80_columns_and_has_no_colours_in_a_pipe(words: str) -> None:
+def test_usual_output_fits_80_columns_and_has_no_colors_in_a_pipe(words: str) -> None:
     shown = run_here(*words.split(), environ={**os.environ, "COLUMNS": "80", "TERM": "xterm-256color"}).stdout
     assert len(shown.splitlines()) > 5 and max(map(len, shown.splitlines())) <= 80
     assert "\x1b" not in shown

@@ -120,7 +120,7 @@ def test_ranks_have_their_own_numbers_wherever_a_mesh_puts_them() -> None:
 
 
 def _made_by_their_ranks() -> list[Any]:
-    """The device that the default group is bound to while neighbours make a group, and after it."""
+    """The device that the default group is bound to while neighbors make a group, and after it."""
     world, new_group, found = dist.group.WORLD, dist.new_group, list[Any]()
     assert world is not None
     mesh, bound = init_mesh(), torch.device("cuda", 0)
@@ -133,13 +133,13 @@ def _made_by_their_ranks() -> list[Any]:
     dist.new_group = make
     try:
         if dist.get_rank() < 2:  # the others do something else
-            mesh.neighbours(2)
+            mesh.neighbors(2)
     finally:
         dist.new_group = new_group
     return [*found, world.bound_device_id == bound]
 
 
-def test_neighbours_make_their_group_without_the_rest_of_the_world() -> None:
+def test_neighbors_make_their_group_without_the_rest_of_the_world() -> None:
     """Torch splits groups off a default group that is bound to a device, which takes all of its ranks with NCCL."""
     assert run_ranks(_made_by_their_ranks, 4) == [[None, True]] * 2 + [[True]] * 2
 

@@ -615,7 +615,7 @@ def test_variables_people_set() -> None:
     ("name", "value", "message", "hint"),
     [
         ("FSDP_OFFLOAD_PARAM", "true", "$FSDP_OFFLOAD_PARAM: unknown variable", "did you mean FSDP_OFFLOAD_PARAMS?"),
-        ("FSDP_COLOUR", "red", "$FSDP_COLOUR: unknown variable", "the known variables are"),
+        ("FSDP_COLOR", "red", "$FSDP_COLOR: unknown variable", "the known variables are"),
         ("ACCELERATE_MIXED_PRECISON", "bf16", "unknown variable", "did you mean ACCELERATE_MIXED_PRECISION?"),
         ("FSDP_OFFLOAD_PARAMS", "maybe", "$FSDP_OFFLOAD_PARAMS: expected true or false", "see"),
         ("ACCELERATE_FP8_BACKEND", "TE", "$ACCELERATE_FP8_BACKEND: TE is not supported", "use torchao"),

@@ -56,7 +56,7 @@ def test_wrong_settings_say_what_is_wrong(settings: dict[str, Any], message: str
     assert hint is None or (error.value.hint is not None and hint in error.value.hint)
 
 
-def test_reshard_after_forward_picks_the_neighbouring_strategy() -> None:
+def test_reshard_after_forward_picks_the_neighboring_strategy() -> None:
     chosen = {
         (name, override): ShardingConfig(strategy=name, reshard_after_forward=override).resolved_strategy().name
         for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

@@ -111,8 +111,8 @@ def test_a_job_of_a_run_describes_that_run() -> None:
     job = Job.from_run(config, seq_len=7)
     assert (job.checkpointing, job.accumulation, job.seq_len) == ("selective", 4, 7)
     assert job.run_config() == config
-    neighbour = Job.from_run(RunConfig(sharding=ShardingConfig(reshard_after_forward=False)))
-    assert (neighbour.strategy, neighbour.reshard_after_forward) == ("SHARD_GRAD_OP", "strategy")
+    neighbor = Job.from_run(RunConfig(sharding=ShardingConfig(reshard_after_forward=False)))
+    assert (neighbor.strategy, neighbor.reshard_after_forward) == ("SHARD_GRAD_OP", "strategy")
 
 
 def test_what_is_planned_for_comparison_only() -> None:

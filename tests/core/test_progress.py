@@ -49,7 +49,7 @@ def test_a_bar_shows_the_time_left_and_disappears() -> None:
     assert text.endswith("\x1b[?25h\r\x1b[1A\x1b[2Kdone\r\n")  # the cursor is back, and the bar's line is empty
 
 
-def test_a_bar_ends_with_an_interrupt_and_without_colours() -> None:
+def test_a_bar_ends_with_an_interrupt_and_without_colors() -> None:
     text = shown(fails=True, NO_COLOR="1")
     assert "100%" in text and "\x1b[9" not in text and "\x1b[3" not in text
     assert text.endswith("\x1b[2Kinterrupted\r\ndone\r\n")

@@ -110,7 +110,7 @@ def test_any_rank_may_be_the_odd_one(odd_rank: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shape", "missing", "dtype"])
-def test_different_models_when_states_are_synchronised(kind: str) -> None:
+def test_different_models_when_states_are_synchronized(kind: str) -> None:
     """Rank 0's values must not be sent into tensors of another shape."""
     for messages, seconds in run_ranks(check_disagreement, 2, kind, 1, True):
         assert seconds < 40

@@ -616,7 +616,7 @@ def test_parameters_are_freed_after_forward_by_numbers_of_ranks() -> None:
 
 
 def kept_nbytes(bucket: Bucket) -> int:
-    """Return the bytes of this rank's part of a bucket that was resharded to neighbours."""
+    """Return the bytes of this rank's part of a bucket that was resharded to neighbors."""
     return 0 if bucket._kept is None else bucket._kept[0].nbytes
 
 
@@ -630,9 +630,9 @@ def check_smaller_group() -> None:
     buckets = [bucket for unit in units for bucket in unit.buckets]
     kept, sent = [], []
     first = buckets[0]
-    gather, neighbours = first.mesh.gather, units[0].neighbours
-    assert neighbours is not None and (neighbours.size, neighbours.rank) == (2, rank_and_size()[0] % 2)
-    for name, collectives in (("all", gather), ("two", neighbours)):
+    gather, neighbors = first.mesh.gather, units[0].neighbors
+    assert neighbors is not None and (neighbors.size, neighbors.rank) == (2, rank_and_size()[0] % 2)
+    for name, collectives in (("all", gather), ("two", neighbors)):
         wrapped = collectives.all_gather
 
         def spy(full: torch.Tensor, *, tag: int, name: str = name, wrapped: Any = wrapped) -> Any:
@@ -660,7 +660,7 @@ def check_smaller_group() -> None:
             parameter.add_(1)
         sent.clear()
         torch.testing.assert_close(model(batch(0, 0)), reference(batch(0, 0)), rtol=1e-9, atol=1e-9)
-    assert sent == ["all"], "what neighbours have kept is not what it is now"
+    assert sent == ["all"], "what neighbors have kept is not what it is now"
     model.set_reshard_after_forward(True)
     sharded_step(model, run_squared, 0)
     assert sent == ["all"] * 3

@@ -82,7 +82,7 @@ def reload(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
 
 
 def fall_behind(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Neighbours whose step counts differ are loaded."""
+    """Neighbors whose step counts differ are loaded."""
     if step == 0:
         list(model.parameters())[1].grad = None
     reload(step, model, optimizer)
@@ -111,7 +111,7 @@ def regroup(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
 
 
 def scatter(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Neighbours are torn apart: every second parameter moves to another group."""
+    """Neighbors are torn apart: every second parameter moves to another group."""
     if step == 2:
         parameters = optimizer.param_groups[0]["params"]
         optimizer.param_groups[0]["params"] = parameters[::2]

@@ -443,9 +443,9 @@ def check_penalties() -> None:
             model, plain = build_sharded(make, BLOCKS), build(make)
             for each in (model, plain):
                 each.requires_grad_(True)
-            penalised = functools.partial(run_penalised, penalty=penalty, added=added)
-            value = sharded_step(model, penalised, 0)
-            expected = reference_step(plain, penalised, 0)
+            penalized = functools.partial(run_penalized, penalty=penalty, added=added)
+            value = sharded_step(model, penalized, 0)
+            expected = reference_step(plain, penalized, 0)
             assert_same_gradients(model, plain)
             assert value is None or expected is None or torch.isfinite(whole(value))
             torch.testing.assert_close(whole(penalty(model)).detach(), penalty(plain).detach())
@@ -479,7 +479,7 @@ def frozen() -> nn.Module:
     return Stack().requires_grad_(False)
 
 
-def run_penalised(
+def run_penalized(
     model: nn.Module, step: int, rank: int, *, penalty: Callable[[nn.Module], Any], added: Callable[[Any], Any]
 ) -> torch.Tensor:
     loss: torch.Tensor = model(batch(step, rank)).square().mean() + 0.1 * added(penalty(model))
@@ -601,7 +601,7 @@ def test_mixtures_with_plain_tensors_are_refused() -> None:
 # -- an optimizer's and a script's own lines --------------------------------------------------------------------------
 
 
-class Normalised(torch.optim.Optimizer):
+class Normalized(torch.optim.Optimizer):
     """A script's own optimizer, that looks at whole tensors, too."""
 
     def __init__(self, parameters: Any) -> None:
@@ -624,7 +624,7 @@ def check_own_lines() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, plain = build_sharded(Stack, BLOCKS), build(Stack)
-        optimizers = Normalised(model.parameters()), Normalised(plain.parameters())
+        optimizers = Normalized(model.parameters()), Normalized(plain.parameters())
         assert_trains_alike(model, plain, run_squared, optimizers=optimizers)
         assert all(isinstance(s["average"], ShardedTensor) for s in optimizers[0].state.values())
         optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))

@@ -907,11 +907,11 @@ def kernels_of_products() -> None:
     assert not torch_private.schema_of(torch_private.view_of_a_product.default).returns[0].alias_info
 
 
-@check("shapes_learnt", "is_for_shapes")
+@check("shapes_learned", "is_for_shapes")
 def tensors_made_to_learn_a_shape() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    fake, rebuild = torch_private.shapes_learnt
+    fake, rebuild = torch_private.shapes_learned
 
     def add() -> None:
         with FakeTensorMode():
@@ -922,7 +922,7 @@ def tensors_made_to_learn_a_shape() -> None:
 
     def shard() -> None:
         mesh = init_device_mesh("cpu", (1,))
-        weight = distribute_tensor(torch.ones(37, 41), mesh, [Shard(0)])  # no shape that torch has learnt before
+        weight = distribute_tensor(torch.ones(37, 41), mesh, [Shard(0)])  # no shape that torch has learned before
         (weight @ distribute_tensor(torch.ones(41, 43), mesh, [Replicate()])).sum()
 
     dist.init_process_group("fake", rank=0, world_size=1)

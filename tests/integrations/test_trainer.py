@@ -656,7 +656,7 @@ def settings_of(output: str, options: dict[str, Any]) -> tuple[str, bool, str]:
         ({"fsdp": None, "fsdp_config": {"sharding_strategy": 2}}, ("SHARD_GRAD_OP", False, "SHARDED_STATE_DICT")),
     ],
 )  # fmt: skip
-def test_settings_are_honoured(tmp_path: Path, options: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_settings_are_honored(tmp_path: Path, options: dict[str, Any], expected: tuple[Any, ...]) -> None:
     assert run_ranks(settings_of, 1, str(tmp_path), options) == [expected]
 
 

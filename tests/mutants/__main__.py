@@ -158,7 +158,7 @@ def page(rows: list[Row], possible: int) -> str:
         "",
         f"Of {possible:,} possible changes, {len(rows)} were tried. The tests detected {killed} of them",
         f"({killed / len(rows):.1%}) and missed {len(left)}. Of the missed changes, {explained} do not affect any",
-        "number or behaviour, or need a device or a torch version that was not available. If a change was missed at",
+        "number or behavior, or need a device or a torch version that was not available. If a change was missed at",
         "first, a test was added, and the change was tried again.",
         "",
         "| change | outcome | why this is not a defect of the tests |",

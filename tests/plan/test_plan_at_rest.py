@@ -1,4 +1,4 @@
-"""Plans of weights that are quantised at rest: bytes of the forms, in the engine's buckets.
+"""Plans of weights that are quantized at rest: bytes of the forms, in the engine's buckets.
 
 pytest tests/plan/test_plan_at_rest.py
 """
@@ -103,7 +103,7 @@ def test_the_form_of_published_files_is_proposed() -> None:
     assert any("in the form of the files, mxfp4" in change.words for change in changes_that_fit(plan, most=20))
 
 
-def test_what_is_trained_is_not_quantised() -> None:
+def test_what_is_trained_is_not_quantized() -> None:
     with pytest.raises(
         ConfigError,
         match="method full trains all weights, so quantize cannot be used with it\nhint: set method to lora",

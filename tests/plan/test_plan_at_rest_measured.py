@@ -56,7 +56,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @pytest.mark.parametrize("values", FAMILIES.values(), ids=FAMILIES)
-def test_the_planner_quantises_what_the_engine_does(values: dict[str, Any]) -> None:
+def test_the_planner_quantizes_what_the_engine_does(values: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     quantize(model.requires_grad_(False), "int8")
@@ -187,7 +187,7 @@ def check_prepared() -> list[str]:
     return [str(found) for found in check.report() if not found.is_as_planned]
 
 
-def test_a_prepared_model_is_quantised_as_set_and_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prepared_model_is_quantized_as_set_and_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_ranks(check_prepared, RANKS) == [[]] * RANKS
     Accelerator(cpu=True, fsdp_plugin={"quantize": "int8"}).prepare(build("float32"))
     assert "int8 at rest: linear layers" in capsys.readouterr().err

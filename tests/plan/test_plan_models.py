@@ -314,7 +314,7 @@ def test_numbers_that_make_no_model(changes: dict[str, Any], what: str) -> None:
         from_config({**MODELS["Mixtral-8x7B"], **sizes, **changes}, where="config.json")
 
 
-def test_quantised_weights_of_a_file_are_said_to_be_planned_plain() -> None:
+def test_quantized_weights_of_a_file_are_said_to_be_planned_plain() -> None:
     quantized = {**MODELS["Llama-2-7B"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
     _, (note,) = from_config(quantized, where="config.json")
     assert "quantization_config (gptq) is ignored" in note

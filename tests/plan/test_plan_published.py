@@ -363,5 +363,5 @@ def test_host_memory_of_the_seed() -> None:
     theirs, ours = memory.host_load_peers, memory.host_load
     print(f"\nhost memory: predicted {theirs / GB:.1f} GB, published about 107; ours {ours / GB:.1f} GB")
     assert theirs == pytest.approx(107 * GB, rel=0.04)
-    # Of which 0.94 GB are weights in bfloat16 before they are quantised; and page-locked are 44.7 GB for 36.8.
+    # Of which 0.94 GB are weights in bfloat16 before they are quantized; and page-locked are 44.7 GB for 36.8.
     assert ours == pytest.approx(45.7 * GB, rel=0.01)

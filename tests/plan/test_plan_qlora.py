@@ -107,7 +107,7 @@ def test_peak_of_four_bits_with_adapters(offload: dict[str, Any], dtype: str) ->
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["nf4", "nf4-double", "mxfp4", "fp8"])
 @pytest.mark.parametrize("offload", [{}, {"offload_compute_shards": True}], ids=str)
-def test_peak_of_weights_quantised_at_rest(offload: dict[str, Any], form: str) -> None:
+def test_peak_of_weights_quantized_at_rest(offload: dict[str, Any], form: str) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     check(CONFIG, {"base_dtype": "bfloat16", "method": "lora", "quantize": form, **offload}, 0.05)
 

@@ -194,10 +194,10 @@ def test_a_training_run_that_compiles_and_recomputes(device: str, inputs: Path, 
     assert found[1] == pytest.approx(found[0], rel=HALF)
 
 
-@pytest.mark.parametrize("base", ["whole", "quantised"])
+@pytest.mark.parametrize("base", ["whole", "quantized"])
 def test_fine_tuning_with_adapters(device: str, base: str, place: Path, tmp_path: Path) -> None:
     """LoRA, with the merged model; and QLoRA: losses fall, and what is saved is what PEFT reads."""
-    if base == "quantised":
+    if base == "quantized":
         pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
         own = ["--use_4bit_quantization", "True", "--use_nested_quant", "True", "--bnb_4bit_compute_dtype", "bfloat16"]
     else:
@@ -282,15 +282,15 @@ def test_a_loss_scale_that_is_too_large_comes_down(device: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
-def test_quantised_layers_train_as_unsharded_ones(device: str, kind: str) -> None:
+def test_quantized_layers_train_as_unsharded_ones(device: str, kind: str) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     from tests.features.quantized_weights.test_quantized import FourBits, check_training, eight_bits
 
     check_training(FourBits() if kind == "4 bits" else eight_bits, torch.float32, device=device)
 
 
-@pytest.mark.parametrize("kind", ["4 bits", "4 bits, scales not quantised", "8 bits"])
-def test_layers_that_the_cpu_has_quantised_compute_on_the_device(device: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, scales not quantized", "8 bits"])
+def test_layers_that_the_cpu_has_quantized_compute_on_the_device(device: str, kind: str) -> None:
     """They compute what layers do that were moved there without sharding. A batch of one row has its own kernel."""
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     from tests.features.quantized_weights.test_quantized import FourBits, batch, build, eight_bits

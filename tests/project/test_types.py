@@ -1,4 +1,4 @@
-"""What strict mypy says of a user's script: misspelt names and arguments are found, and what is right is let through.
+"""What strict mypy says of a user's script: misspelled names and arguments are found, and what is right is let through.
 
 pytest tests/project/test_types.py
 """
@@ -51,7 +51,7 @@ accelerator.state.num_procesess
 
 
 @pytest.mark.full
-def test_misspelt_names_and_arguments_are_found(tmp_path: Path) -> None:
+def test_misspelled_names_and_arguments_are_found(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(CONFIG)
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)

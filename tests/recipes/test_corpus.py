@@ -55,7 +55,7 @@ def test_directory_mixes_kinds_in_a_fixed_order(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     documents = _documents(tmp_path)
     assert sorted(documents) == ["row 1", "row 2", *(f"text {index}" for index in range(8))]
-    assert documents != sorted(documents), "neighbouring files are alike, so their order is shuffled"
+    assert documents != sorted(documents), "neighboring files are alike, so their order is shuffled"
     assert documents == _documents(tmp_path)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.core.errors import DataError
-from fullshard.recipes.data import IGNORED, PackedSequences, batch_of, micro_batches, tokenise
+from fullshard.recipes.data import IGNORED, PackedSequences, batch_of, micro_batches, tokenize
 
 END = 0
 
@@ -28,14 +28,14 @@ class _Letters:
 
 
 def test_tokens_hold_documents_with_ends_between(tmp_path: Path) -> None:
-    made = tokenise(tmp_path / "tokens.bin", ["ab", "", "c"], _Letters())
+    made = tokenize(tmp_path / "tokens.bin", ["ab", "", "c"], _Letters())
     assert np.fromfile(tmp_path / "tokens.bin", "<u4").tolist() == [97, 98, END, 99, END]
     assert (made["count"], made["documents"]) == (5, 2)
 
 
 def test_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="contains no text"):
-        tokenise(tmp_path / "tokens.bin", ["", ""], _Letters())
+        tokenize(tmp_path / "tokens.bin", ["", ""], _Letters())
 
 
 def test_sequences_overlap_by_the_target() -> None:

@@ -199,7 +199,7 @@ def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> N
     assert close(losses(tmp_path / "verbatim"), losses(tmp_path / "alone"), 2e-2)  # three digits, of which bf16 has two
     launch("two", 2, offline | exact)
     launch("one", 1, offline | exact)
-    tolerance = 1e-5 if number == 0 else 1e-4  # TRL keeps the adapters of a quantised model in bf16
+    tolerance = 1e-5 if number == 0 else 1e-4  # TRL keeps the adapters of a quantized model in bf16
     assert close(losses(tmp_path / "two"), losses(tmp_path / "one"), tolerance)
     launch("start", 1, offline | exact | {"learning_rate": "0"})
     command = replaced(
@@ -214,7 +214,7 @@ def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> N
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT's, which are wrong
-def test_adapters_on_experts_quantised_at_rest(tmp_path: Path, place: Path) -> None:
+def test_adapters_on_experts_quantized_at_rest(tmp_path: Path, place: Path) -> None:
     """The command of the page on mixtures of experts, on one rank and on two, and the merge afterwards."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -443,7 +443,7 @@ def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
     assert "is the planner's name" in str(error.value.hint)
 
 
-def test_a_misspelt_data_set_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelled_data_set_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "chats" / "train.jsonl", CHAT)
     with pytest.raises(DataError, match="chat cannot be read") as error:

@@ -491,13 +491,13 @@ def test_a_signal_saves_and_ends(
     """After the step in which it came; the same command goes on from there. Afterwards signals do what they did."""
     before, loss_sum = signal.getsignal(signal.SIGTERM), Run._loss_sum
 
-    def signalled(trainer: Run, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def signaled(trainer: Run, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if not (tmp_path / "sent").exists() and trainer.optimizer.state:
             (tmp_path / "sent").touch()
             os.kill(os.getpid(), signal.SIGTERM)
         return loss_sum(trainer, micro_batch)
 
-    monkeypatch.setattr(Run, "_loss_sum", signalled)
+    monkeypatch.setattr(Run, "_loss_sum", signaled)
     assert _losses(run()) == _losses(reference)[:2]
     assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-000002"]
     assert exit_code() == PREEMPTED and signal.getsignal(signal.SIGTERM) == before

@@ -48,7 +48,7 @@ def made() -> Model:
 
 
 def loss_of(model: nn.Module, step: int, device: torch.device) -> torch.Tensor:
-    """Of a batch whose next word is the last but three times as large, which can be learnt."""
+    """Of a batch whose next word is the last but three times as large, which can be learned."""
     first = torch.randint(WORDS, (16, 1), generator=torch.Generator().manual_seed(step))
     tokens = (first * 3 ** torch.arange(LENGTH + 1).remainder(8) % WORDS).to(device)
     logits = model(tokens[:, :-1]).float()

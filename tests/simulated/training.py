@@ -106,7 +106,7 @@ class Case:
             return False
         if (self.loop, self.parameters, self.loss) == ("in backward", "tied", "in chunks"):
             return False  # a CPU adds the two uses to what earlier micro-batches left, one by one: other last bits
-        if self.reshard == 2 and "FULL_SHARD" not in self.strategy:  # neighbours are a part of the ranks that shard
+        if self.reshard == 2 and "FULL_SHARD" not in self.strategy:  # neighbors are a part of the ranks that shard
             return False
         return not (self.ranks == 1 and self.precision == "packed")
 

@@ -28,7 +28,7 @@ from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted, is_saved_as_adapters
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
-from fullshard.checkpoint.quantities import conversion_of, quantise_rest
+from fullshard.checkpoint.quantities import conversion_of, quantize_rest
 from fullshard.comm import device as devices
 from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
@@ -75,7 +75,7 @@ def shard(
         ignored = modules_matching(model, config.ignored_modules) if config.ignored_modules is not None else []
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
         say(f"ignored_modules: no ignored module is in {type(model).__name__}, so the entire model is sharded")
-    _quantise(model, config.quantize, say)
+    _quantize(model, config.quantize, say)
     policy = configured_policy(config) if plugin is None else plugin.wrap_policy()
     units = _units(model, policy, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
@@ -141,9 +141,9 @@ def adopt(model: nn.Module, settings: RunConfig, autocast: AutocastKwargs, devic
     model.__dict__[_HAS_SETTINGS] = True
 
 
-def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
-    """Quantise at rest what bitsandbytes left in 16 bits and, if `form` is set, all large frozen weights."""
-    quantise_rest(model)
+def _quantize(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
+    """Quantize at rest what bitsandbytes left in 16 bits and, if `form` is set, all large frozen weights."""
+    quantize_rest(model)
     if form is not None:
         say(f"{type(model).__name__}: {quantize(model, form)}")
     conversion = conversion_of(model)

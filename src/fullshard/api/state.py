@@ -117,7 +117,7 @@ class ProcessState:
     def barrier(self) -> None:
         """Wait until all ranks have called this method."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            assert dist.group.WORLD is not None  # noqa: S101 -- it is initialised
+            assert dist.group.WORLD is not None  # noqa: S101 -- it is initialized
             meet(dist.group.WORLD, self.device, "the end of a barrier")
             with waiting_for_all("the end of a barrier"):
                 dist.barrier()

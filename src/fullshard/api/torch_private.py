@@ -74,7 +74,7 @@ wrap_to_wait: Any = getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd",
 grouped_matmul = torch.ops.aten._grouped_mm
 """Multiplies rows by the weights of experts. torch's FLOP counter has no formula for it. Since torch 2.8."""
 
-shapes_learnt = (
+shapes_learned = (
     Replaced.of(FakeTensorMode, "__torch_dispatch__"),
     Replaced.of(_op_schema, "_rebuild_tensor_from_dtensor_meta"),
 )

@@ -1,10 +1,10 @@
-"""Read weights that bitsandbytes has quantised to 4 bits, from files that contain the state of its layers.
+"""Read weights that bitsandbytes has quantized to 4 bits, from files that contain the state of its layers.
 
 | tensor of weight `X` | content |
 |---|---|
 | `X` | two codes per byte, in any storage dtype |
-| `X.absmax` | one scale per block; with double quantisation, 8-bit codes of the scales |
-| `X.nested_absmax` | with double quantisation: one scale per 256 of those codes |
+| `X.absmax` | one scale per block; with double quantization, 8-bit codes of the scales |
+| `X.nested_absmax` | with double quantization: one scale per 256 of those codes |
 | `X.quant_map`, `X.nested_quant_map` | bitsandbytes' tables of the values that the codes represent |
 | `X.quant_state.bitsandbytes__nf4` | JSON: type, block sizes, shape, dtype, mean of the scales |
 """
@@ -33,7 +33,7 @@ _MAX_STATE_NBYTES = 2**16
 
 
 class _State(BaseModel):
-    """The JSON object that bitsandbytes stores with each quantised weight."""
+    """The JSON object that bitsandbytes stores with each quantized weight."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -46,7 +46,7 @@ class _State(BaseModel):
 
 
 def four_bit_sources(stored: Mapping[str, TensorSource], form: str | None) -> dict[str, TensorSource]:
-    """Return a directory's tensors, with one source per quantised weight. Only a `-double` form keeps scales coded."""
+    """Return a directory's tensors, with one source per quantized weight. Only a `-double` form keeps scales coded."""
     states = {key.partition(_STATE)[0]: key for key in stored if _STATE in key}
     found: dict[str, TensorSource] = {}
     for name, key in states.items():
@@ -158,7 +158,7 @@ def layer_problem(weight: Any, source: TensorSource) -> str:
     tensors, form = source.coded.tensors, source.coded.form
     layer = weight.quant_type, weight.blocksize, weight.compress_statistics, weight.quant_storage
     files = form.name.partition("-")[0], form.block, "nested_absmax" in tensors, tensors["weight"].dtype
-    words = ("type", "block size", "double quantisation", "storage")
+    words = ("type", "block size", "double quantization", "storage")
     return ", ".join(
         f"{word} {ours} in the model and {theirs} in {source.where}"
         for word, ours, theirs in zip(words, layer, files, strict=True)

@@ -1,4 +1,4 @@
-"""Read directories with quantised weights, either as decoded values or as the unchanged codes and scales.
+"""Read directories with quantized weights, either as decoded values or as the unchanged codes and scales.
 
 | `quant_method` | tensors of weight `X` | stored form |
 |---|---|---|
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 _Sources = Mapping[str, TensorSource]
 
 
-def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
-    """Return a copy of a configuration without quantisation settings, and the removed settings, or None."""
+def without_quantization(config: Any, asked: Any, directory: Path) -> tuple[Any, Any]:
+    """Return a copy of a configuration without quantization settings, and the removed settings, or None."""
     config = copy.deepcopy(config)
     said = getattr(config, "quantization_config", None)
     if said is None:
@@ -44,7 +44,7 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
     method = _readable_method(said, directory)
     if asked is not None and _method(asked) != method:
         raise ConfigError(
-            f"quantization_config is a {type(asked).__name__}, but the weights in {directory} are already quantised "
+            f"quantization_config is a {type(asked).__name__}, but the weights in {directory} are already quantized "
             f"({method})",
             hint="omit it to keep the weights as they are stored, or use quantize=... for another format",
         )
@@ -52,15 +52,15 @@ def without_quantisation(config: Any, asked: Any, directory: Path) -> tuple[Any,
     return config, said
 
 
-def decoded_sources(stored: _Sources, quantisation: Any, form: str | None = None) -> dict[str, TensorSource]:
-    """Return a directory's tensors, with one source per quantised weight. `form` is the requested form."""
-    if _method(quantisation) == "bitsandbytes":
+def decoded_sources(stored: _Sources, quantization: Any, form: str | None = None) -> dict[str, TensorSource]:
+    """Return a directory's tensors, with one source per quantized weight. `form` is the requested form."""
+    if _method(quantization) == "bitsandbytes":
         return four_bit_sources(stored, form)
-    return _READERS[_method(quantisation)](stored, quantisation)
+    return _READERS[_method(quantization)](stored, quantization)
 
 
 def stored_values(directory: Path) -> dict[str, TensorSource]:
-    """Return the sources of all tensors in a directory, by name. Quantised weights are decoded when they are read."""
+    """Return the sources of all tensors in a directory, by name. Quantized weights are decoded when they are read."""
     path, stored = directory / "config.json", dict(stored_tensors(directory))
     said = json_file(path, limit_nbytes=MAX_HEADER_NBYTES).get("quantization_config") if path.is_file() else None
     if said is None:
@@ -69,14 +69,14 @@ def stored_values(directory: Path) -> dict[str, TensorSource]:
     return decoded_sources(stored, said)
 
 
-def is_to_be_decoded(quantisation: Any) -> bool:
-    """Return whether a `quantization_config` asks for the decoded values of quantised weights."""
-    return quantisation is not None and bool(_setting(quantisation, "dequantize"))
+def is_to_be_decoded(quantization: Any) -> bool:
+    """Return whether a `quantization_config` asks for the decoded values of quantized weights."""
+    return quantization is not None and bool(_setting(quantization, "dequantize"))
 
 
-def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
-    """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantise the files."""
-    if _method(quantisation) != "bitsandbytes":
+def settings_of_layers(quantization: Any, asked: Any, is_wanted: bool) -> Any:
+    """Return the `BitsAndBytesConfig` for the model's layers, or None if bitsandbytes did not quantize the files."""
+    if _method(quantization) != "bitsandbytes":
         return None
     if not is_wanted and asked is not None:
         raise ConfigError(
@@ -86,7 +86,7 @@ def settings_of_layers(quantisation: Any, asked: Any, is_wanted: bool) -> Any:
     if not is_wanted or asked is not None:
         return asked
     config = importlib.import_module("transformers").BitsAndBytesConfig
-    return config.from_dict(dict(quantisation)) if isinstance(quantisation, Mapping) else quantisation
+    return config.from_dict(dict(quantization)) if isinstance(quantization, Mapping) else quantization
 
 
 def keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None) -> None:
@@ -121,25 +121,25 @@ def _readable_method(said: Any, directory: Path) -> str:
     method, is_8bit = _method(said), _setting(said, "load_in_8bit")
     if is_8bit or method not in (*_READERS, "bitsandbytes"):
         raise ConfigError(
-            f"the weights in {directory} are already quantised ({method}{', 8-bit' if is_8bit else ''})",
+            f"the weights in {directory} are already quantized ({method}{', 8-bit' if is_8bit else ''})",
             hint=(
-                f"use the unquantised model; the only quantised formats that can be read are {', '.join(_READERS)} "
+                f"use the unquantized model; the only quantized formats that can be read are {', '.join(_READERS)} "
                 "and bitsandbytes' 4-bit format"
             ),
         )
     return method
 
 
-def _method(quantisation: Any) -> str:
-    method = _setting(quantisation, "quant_method")
+def _method(quantization: Any) -> str:
+    method = _setting(quantization, "quant_method")
     return str(getattr(method, "value", method))
 
 
-def _setting(quantisation: Any, name: str) -> Any:
-    return quantisation.get(name) if isinstance(quantisation, Mapping) else getattr(quantisation, name, None)
+def _setting(quantization: Any, name: str) -> Any:
+    return quantization.get(name) if isinstance(quantization, Mapping) else getattr(quantization, name, None)
 
 
-def _mxfp4(stored: _Sources, _quantisation: Any) -> dict[str, TensorSource]:
+def _mxfp4(stored: _Sources, _quantization: Any) -> dict[str, TensorSource]:
     found: dict[str, TensorSource] = {}
     for key, source in stored.items():
         name = key.removesuffix("_scales").removesuffix("_blocks")
@@ -159,8 +159,8 @@ def _mxfp4(stored: _Sources, _quantisation: Any) -> dict[str, TensorSource]:
     return found
 
 
-def _fp8(stored: _Sources, quantisation: Any) -> dict[str, TensorSource]:
-    block = _setting(quantisation, "weight_block_size")
+def _fp8(stored: _Sources, quantization: Any) -> dict[str, TensorSource]:
+    block = _setting(quantization, "weight_block_size")
     found: dict[str, TensorSource] = {}
     for key, source in stored.items():
         name = key.removesuffix("_scale_inv")

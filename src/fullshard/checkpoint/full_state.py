@@ -121,7 +121,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     if not keep:
         return {}
     whole |= {name: module.get_extra_state() for name, module in _extra_states(model).items()}
-    # Entries that modules add to their state dicts (for example about quantisation) are the same on every rank.
+    # Entries that modules add to their state dicts (for example about quantization) are the same on every rank.
     return {clean_name(name): whole.get(clean_name(name), value) for name, value in model.state_dict().items()}
 
 

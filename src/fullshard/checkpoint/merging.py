@@ -110,7 +110,7 @@ class MergedModel:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise `CheckpointError` if the adapters do not change weights, or if the base model is quantised."""
+    """Raise `CheckpointError` if the adapters do not change weights, or if the base model is quantized."""
     check = getattr(model.base_model, "_check_merge_allowed", None)
     if check is None:
         raise CheckpointError(
@@ -119,14 +119,14 @@ def check_mergeable(model: nn.Module) -> None:
         )
     check()
     for path, layer, is_adapted_here in _walk(model.get_base_model()):  # type: ignore[operator]
-        if is_adapted_here and any(_is_quantised(p) for p in layer.parameters()):
+        if is_adapted_here and any(_is_quantized(p) for p in layer.parameters()):
             raise CheckpointError(
-                f"{path} is quantised, so merging would round its adapter to the precision of the quantised weights",
-                hint="save the adapter, and merge it into the unquantised base: `fullshard merge BASE ADAPTER OUT`",
+                f"{path} is quantized, so merging would round its adapter to the precision of the quantized weights",
+                hint="save the adapter, and merge it into the unquantized base: `fullshard merge BASE ADAPTER OUT`",
             )
 
 
-def _is_quantised(parameter: torch.Tensor) -> bool:
+def _is_quantized(parameter: torch.Tensor) -> bool:
     if isinstance(parameter, ShardedParameter):
         return parameter.bucket.kinds[0].is_exact  # a bucket has only such parameters, or none
     return is_exact(parameter)

@@ -4,7 +4,7 @@
     model = accelerator.prepare(model)                                              each rank reads its intervals
 
 No rank ever holds the complete model, not even in host memory. In addition to its shard, a rank needs one small buffer
-and, for a weight that is quantised during the load (QLoRA), the full weight before quantisation.
+and, for a weight that is quantized during the load (QLoRA), the full weight before quantization.
 """
 
 import functools
@@ -29,12 +29,12 @@ from fullshard.checkpoint.coded_files import (
     keep_codes,
     settings_of_layers,
     stored_values,
-    without_quantisation,
+    without_quantization,
 )
 from fullshard.checkpoint.coded_sources import fill_cut
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
-from fullshard.checkpoint.quantities import adapter_modules, conversion_of, quantise_rest
+from fullshard.checkpoint.quantities import adapter_modules, conversion_of, quantize_rest
 from fullshard.checkpoint.sources import Match, are_equal, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.weight_files import TensorSource, model_directory, stored_tensors
@@ -48,7 +48,7 @@ from fullshard.core.paths import local_path
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
 from fullshard.features.quantized_weights.marks import mark_of
 from fullshard.features.quantized_weights.quantize import mark_large
-from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
+from fullshard.features.quantized_weights.scales import dequantized, is_exact, outline, quantize, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
 
@@ -84,27 +84,27 @@ def from_pretrained(
 
     If Transformers uses other names or forms in memory than on disk, its own rules convert them. A weight that is in
     the model but not in the files is an error. The exception is a weight that the class that saved the files does not
-    have, such as a new head on a base model. Such weights are initialised, and a warning lists their names.
+    have, such as a new head on a base model. Such weights are initialized, and a warning lists their names.
 
     Args:
         auto_class: `AutoModelForCausalLM`, another auto class, or a model class.
         name_or_path: a directory with weights (safetensors or `pytorch_model.bin`) and a config.json, or a hub name.
         dtype: dtype of the parameters. Default: that of the configuration, or else of the first weight.
-        quantization_config: bitsandbytes' `BitsAndBytesConfig`. Weights are quantised as they are read. Weights for
-            which bitsandbytes has no layers are quantised at rest (`fullshard.quantize`). All of them are frozen.
-        quantize: a form, such as `nf4`, in which all large weights are quantised at rest. They are frozen.
+        quantization_config: bitsandbytes' `BitsAndBytesConfig`. Weights are quantized as they are read. Weights for
+            which bitsandbytes has no layers are quantized at rest (`fullshard.quantize`). All of them are frozen.
+        quantize: a form, such as `nf4`, in which all large weights are quantized at rest. They are frozen.
         dequantize: read the values of weights that the files contain as codes, as Transformers does with
             `Mxfp4Config(dequantize=True)` or `FineGrainedFP8Config(dequantize=True)`.
             By default, these weights are frozen and remain codes at rest.
         config: a configuration to use instead of the one in the directory.
-        ignore_missing: initialise all weights that are not in the files, and list their names in a warning.
+        ignore_missing: initialize all weights that are not in the files, and list their names in a warning.
         ignore_mismatched_sizes: do the same for weights that have another shape in the files.
         options: passed to the model's configuration (for example `attn_implementation`) and the hub (`revision`).
 
     Raises:
         CheckpointError: there are no weights. If weights do not match the model, this is raised later, when the model
             is sharded.
-        ConfigError: a quantisation that is not bitsandbytes', an unknown form, files that are quantised in an
+        ConfigError: a quantization that is not bitsandbytes', an unknown form, files that are quantized in an
             unsupported way, or an option such as `device_map` or `subfolder`.
         MissingExtraError: the `hf` extra is not installed.
     """
@@ -118,12 +118,12 @@ def from_pretrained(
         source = transformers.AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
         config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
         config.name_or_path = str(name_or_path)  # TRL finds the tokenizer there, and PEFT records it
-    config, quantisation = without_quantisation(config, quantization_config, directory)
+    config, quantization = without_quantization(config, quantization_config, directory)
     stored = dict(stored_tensors(directory))
     is_decoded = dequantize or is_to_be_decoded(quantization_config)
-    if quantisation is not None:
-        stored = decoded_sources(stored, quantisation, quantize)
-        quantization_config = settings_of_layers(quantisation, quantization_config, not is_decoded and quantize is None)
+    if quantization is not None:
+        stored = decoded_sources(stored, quantization, quantize)
+        quantization_config = settings_of_layers(quantization, quantization_config, not is_decoded and quantize is None)
     parsed = _dtype(dtype, config, stored)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with meta_parameters():
@@ -137,10 +137,10 @@ def from_pretrained(
         if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds the final kind of weights
-        if quantisation is not None and not is_decoded:
+        if quantization is not None and not is_decoded:
             keep_codes(model, found.sources, quantize)
         if quantization_config is not None:
-            quantise_rest(model, freezes=True)
+            quantize_rest(model, freezes=True)
             conversion = conversion_of(model)
             level = logging.WARNING if conversion.stacked else logging.INFO
             logger.log(level, "%s: %s", type(model).__name__, conversion.said)
@@ -213,7 +213,7 @@ def _resize_token_embeddings(
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
             "mean_resizing=True needs the old rows of the embedding, which are read only when the model is sharded",
-            hint="omit it, so that new rows are drawn with the model's own initialisation",
+            hint="omit it, so that new rows are drawn with the model's own initialization",
         )
     mean_resizing = not self.get_input_embeddings().weight.is_meta if mean_resizing is None else mean_resizing
     resized: nn.Module = type(self).resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -224,7 +224,7 @@ class PretrainedWeights:
     """The weights in a directory that will be read into one model. This class implements the engine's `WeightSource`.
 
     `base` is the Transformers model, which may be wrapped later; names are relative to it. `built` is the model as the
-    configuration describes it, before any changes. `dtype` is the dtype of weights before they are quantised.
+    configuration describes it, before any changes. `dtype` is the dtype of weights before they are quantized.
     """
 
     ignore_missing = ignore_mismatched_sizes = False
@@ -261,8 +261,8 @@ class PretrainedWeights:
             )
         buffers = {p.name for p in absent if not isinstance(p.tensor, nn.Parameter)} - names
         for named, ignored, what in (
-            (names - missing, "", "not in %s, newly initialised: %s"),
-            (mismatched.keys() & {p.name for p in absent}, "", "in another shape in %s, newly initialised: %s"),
+            (names - missing, "", "not in %s, newly initialized: %s"),
+            (mismatched.keys() & {p.name for p in absent}, "", "in another shape in %s, newly initialized: %s"),
             (buffers, "_keys_to_ignore_on_load_missing", "not in %s, left as the model creates them: %s"),
             (set(self._unused), "_keys_to_ignore_on_load_unexpected", "in %s, not used: %s"),
         ):
@@ -283,7 +283,7 @@ class PretrainedWeights:
         return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.where}"
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Read a module's persistent buffers. If its weight must be quantised, read and quantise it, too."""
+        """Read a module's persistent buffers. If its weight must be quantized, read and quantize it, too."""
         for attribute, buffer in list(module._buffers.items()):
             name = self._names.get((id(module), attribute))
             if name is not None and buffer is not None:
@@ -292,7 +292,7 @@ class PretrainedWeights:
         if shape is not None and name is not None:
             source = self._sources[name]
             if not restore(module, source, device):
-                quantise(module, read_whole(source, shape, self._dtype, device))
+                quantize(module, read_whole(source, shape, self._dtype, device))
 
     def holds(self, slot: Slot) -> bool:
         """Return whether the files contain values for this parameter."""
@@ -346,7 +346,7 @@ class PretrainedWeights:
         return True
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module of a LoRA adapter as PEFT does. Do nothing and return False for any other module."""
+        """Initialize a module of a LoRA adapter as PEFT does. Do nothing and return False for any other module."""
         found = self._adapters.get(id(module))
         if found is None:
             return False
@@ -369,7 +369,7 @@ class PretrainedWeights:
     def _read_row_norms(self, base: Any, out: torch.Tensor) -> None:
         """Compute DoRA's initial magnitudes, the row norms of the base weight, a few rows at a time."""
         if is_exact(base.weight):
-            values, computes = dequantised(base), getattr(base, "compute_dtype", torch.float32)
+            values, computes = dequantized(base), getattr(base, "compute_dtype", torch.float32)
             # PEFT adds the adapter's product to the weight in this dtype.
             out.copy_(torch.linalg.norm(values.to(torch.promote_types(values.dtype, computes)), dim=1))
             return
@@ -427,7 +427,7 @@ def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> 
 
 
 def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
-    """Return (kind of part, initialisation scheme, layer) for each module of a LoRA adapter, keyed by id."""
+    """Return (kind of part, initialization scheme, layer) for each module of a LoRA adapter, keyed by id."""
     schemes: dict[str, Any] = {}
     for module in model.modules():
         if isinstance(configs := module.__dict__.get("peft_config"), Mapping):

@@ -1,4 +1,4 @@
-"""Determine which weights are quantised: by bitsandbytes or, if large and not supported by it, at rest."""
+"""Determine which weights are quantized: by bitsandbytes or, if large and not supported by it, at rest."""
 
 import math
 from typing import Any, cast
@@ -8,12 +8,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fullshard.features.quantized_weights.marks import MARKS, form_at
 from fullshard.features.quantized_weights.quantize import mark_large, weights
-from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
+from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantized
 from fullshard.plan.quantized import Conversion, is_stacked
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """Count the quantised and unquantised parameters, without adapters, of a model that is not sharded yet."""
+    """Count the quantized and unquantized parameters, without adapters, of a model that is not sharded yet."""
     config, seen, adapters = _quantization_config(model), set[int](), adapter_modules(model)
     found = Conversion(is_asked_for=config is not None)
     adapted = {id(module.get_base_layer()) for module in _adapted(model) if hasattr(module, "base_layer")}
@@ -44,8 +44,8 @@ def conversion_of(model: nn.Module) -> Conversion:
     return found
 
 
-def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
-    """Mark frozen large weights, or all if `freezes`, for quantisation if bitsandbytes has no layer for them."""
+def quantize_rest(model: nn.Module, *, freezes: bool = False) -> None:
+    """Mark frozen large weights, or all if `freezes`, for quantization if bitsandbytes has no layer for them."""
     config = _quantization_config(model)
     if config is None:
         return
@@ -79,10 +79,10 @@ def _quantization_config(model: nn.Module) -> Any:
 
 
 def _shape(module: nn.Module, parameter: Any) -> tuple[int, ...] | None:
-    """Return the unquantised shape of a weight that bitsandbytes quantises, now or on a device, or None."""
+    """Return the unquantized shape of a weight that bitsandbytes quantizes, now or on a device, or None."""
     holder = module[0] if isinstance(module, ParametrizationList) else parameter
     state = getattr(holder, "quant_state", None)
     if state is not None:
         return tuple(state.shape)
     is_8bit = hasattr(parameter, "SCB") and not parameter.has_fp16_weights
-    return tuple(parameter.shape) if is_8bit or is_to_be_quantised(parameter) else None
+    return tuple(parameter.shape) if is_8bit or is_to_be_quantized(parameter) else None

@@ -94,7 +94,7 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
     beneath = next((spec.outer_group for spec in specs if spec.outer_group is not None), None)
     for parameter, names in found.values():
         if parameter.is_meta and not on_meta:
-            raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
+            raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialize it first")
         interval, is_writer, chunking = Interval(0, parameter.numel()), rank == 0, UNCUT
         if isinstance(parameter, ShardedParameter):
             spec = parameter.spec

@@ -60,7 +60,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class CodedSource:
-    """The parts (codes and scales) of a quantised weight in files, keyed by name. Each is flattened in block order.
+    """The parts (codes and scales) of a quantized weight in files, keyed by name. Each is flattened in block order.
 
     `mark` is the mark with which a weight keeps its codes at rest. It is None if no stored form has such blocks. If
     bitsandbytes wrote the files, `tensors` contains the tensors in them, keyed by bitsandbytes' names.

@@ -20,7 +20,7 @@ _USAGE = """fullshard sft [-n N] [--cpu] --model_name_or_path M --dataset_name D
        fullshard sft RUN.yaml [--name VALUE ...]
 
 Fine-tune a model on chats or texts: all weights, LoRA (--use_peft), or LoRA on
-a quantised model (--load_in_4bit, or --quantize nf4). RUN.yaml holds the same
+a quantized model (--load_in_4bit, or --quantize nf4). RUN.yaml holds the same
 names, and fullshard's sections (launch, sharding, ...), or is a recipe that
 `fullshard plan --write` has written. `--help-all` lists all flags. Other flags
 of `fullshard launch` go with

@@ -190,7 +190,7 @@ class Collectives(Protocol):
     # The methods below are for ranks that can access each other's memory. Other backends do nothing here.
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory, shape (numel,), from which `reduce_scatter` and `exchange` read fastest."""
+        """Return uninitialized memory, shape (numel,), from which `reduce_scatter` and `exchange` read fastest."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def wait_for_readers(self) -> None:

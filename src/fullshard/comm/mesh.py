@@ -54,7 +54,7 @@ class Mesh:
     control_group: dist.ProcessGroup | None = None  # for small messages in host memory; None if there is one rank
     thread: int = field(default_factory=get_ident)  # the creator of the mesh; ranks may be threads of one process
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
-    _neighbours: dict[int, Collectives] = field(default_factory=dict)
+    _neighbors: dict[int, Collectives] = field(default_factory=dict)
     _next_tag: list[int] = field(default_factory=lambda: [0])
     world_size: int = field(init=False)
     shard_rank: int = field(init=False)
@@ -72,16 +72,16 @@ class Mesh:
         """Return whether this is the first rank of the mesh, which acts on behalf of all ranks."""
         return self.rank == self.ranks[0]
 
-    def neighbours(self, size: int) -> Collectives:
+    def neighbors(self, size: int) -> Collectives:
         """Return collectives among `size` consecutive shard ranks. These ranks must make the first call together."""
-        if size not in self._neighbours:
-            assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbours
+        if size not in self._neighbors:
+            assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbors
             first = self.shard_rank // size * size
             ranks = dist.get_process_group_ranks(self.shard_group)[first : first + size]
             group = _made_by(ranks, self.device)
             # Use the kind for a replicate axis, which sends messages. Ranks that share memory need none of this.
-            self._neighbours[size] = collectives_for(group, self.device, only_all_reduce=True)
-        return self._neighbours[size]
+            self._neighbors[size] = collectives_for(group, self.device, only_all_reduce=True)
+        return self._neighbors[size]
 
     def take_tags(self, count: int) -> int:
         """Reserve `count` tags, one per bucket, that no current or recent model uses, and return the first tag."""
@@ -149,7 +149,7 @@ def join_process_group(**options: Any) -> None:
 
 
 def joined_world_size() -> int:
-    """Return the number of ranks. Initialise the default group if `init_mesh` would, but do not create other groups."""
+    """Return the number of ranks. Initialize the default group if `init_mesh` would, but do not create other groups."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_process_group()
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -160,8 +160,8 @@ def init_mesh(
 ) -> Mesh:
     """Return the mesh of all ranks, with `shard_size` ranks in each shard group (None: all ranks).
 
-    Without an initialised process group, the mesh has only this rank. But if environment variables specify more ranks,
-    as under torchrun, the default group is initialised first, as in torch's `fully_shard`.
+    Without an initialized process group, the mesh has only this rank. But if environment variables specify more ranks,
+    as under torchrun, the default group is initialized first, as in torch's `fully_shard`.
 
     Args:
         shard_size: ranks per shard group; must divide the world size. With a `device_mesh`, it must be 1 or omitted.
@@ -242,7 +242,7 @@ def _of_groups(
 
 
 def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
+    assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialized
     return dist.group.WORLD
 
 

@@ -36,11 +36,11 @@ class ResizedBuffer(FullBuffer):
         self._own.copy_(main, non_blocking=is_apart and main.is_pinned())
         return self._collectives.all_gather(self.full, tag=tag)
 
-    def gather_from(self, part: torch.Tensor, neighbours: Collectives, *, tag: int) -> Work:
-        """Fill `full` with the parts that this rank (`part`) and its neighbours kept when `full` was last freed."""
+    def gather_from(self, part: torch.Tensor, neighbors: Collectives, *, tag: int) -> Work:
+        """Fill `full` with the parts that this rank (`part`) and its neighbors kept when `full` was last freed."""
         self._allocate()
-        own_interval(self.full, neighbours.rank, neighbours.size).copy_(part)
-        return neighbours.all_gather(self.full, tag=tag)
+        own_interval(self.full, neighbors.rank, neighbors.size).copy_(part)
+        return neighbors.all_gather(self.full, tag=tag)
 
     def _allocate(self) -> None:
         if self._storage.nbytes() != self._whole_nbytes:  # otherwise resizing would move it

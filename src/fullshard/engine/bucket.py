@@ -167,7 +167,7 @@ class Bucket(BucketSpec):
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
         """Free the memory of `full`, unless its gather failed, because other ranks may still be writing to it.
 
-        If `kept_by` is given, each of these neighbouring ranks keeps a part of `full`. The next gather then involves
+        If `kept_by` is given, each of these neighboring ranks keeps a part of `full`. The next gather then involves
         only these ranks, unless `main` changes first. Only a `ResizedBuffer` supports this.
         """
         if self._is_lost:

@@ -43,14 +43,14 @@ def fully_shard(
     """Make `module` a unit, in place: shard all its parameters that do not belong to units inside it.
 
     Call it on inner modules first and on the model last. Parameters on the meta device stay there until
-    `model.to_empty(device=)` or `load_state_dict`. After `to_empty`, they are NaN until they are initialised.
+    `model.to_empty(device=)` or `load_state_dict`. After `to_empty`, they are NaN until they are initialized.
 
     Args:
         module: the module, or a list of modules that are unsharded together.
         mesh: a 1-D mesh shards over all its ranks; a 2-D mesh is (replicate, shard). Default: 1-D over all ranks.
         reshard_after_forward: whether to free the unsharded parameters between forward and backward. Default: True, but
             False for the outermost unit, because backward needs it immediately. With an integer n, groups of n
-            neighbouring ranks keep the parameters sharded among themselves until backward. n must divide the size of
+            neighboring ranks keep the parameters sharded among themselves until backward. n must divide the size of
             the shard axis: 1 means False, the full size means True. If ranks of a host share memory, n means True,
             because unsharding then costs nothing.
         shard_placement_fn: a function that is called for each parameter and may return a placement, as in torch.
@@ -79,7 +79,7 @@ def fully_shard(
         resolved = _data_parallel(mesh, dp_mesh_dims)
     else:
         resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
-    reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
+    reshard, neighbors = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
         if unit_of(one) is not None:
             raise RepeatedError(
@@ -104,7 +104,7 @@ def fully_shard(
     inside = own_modules(plan, units_in(modules))
     move_to_device(plan, inside, device=resolved.device, buffer_dtype=policy.buffer_dtype)
     unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, frees_after_forward=reshard)
-    unit.neighbours = None if neighbours is None else resolved.neighbours(neighbours)
+    unit.neighbors = None if neighbors is None else resolved.neighbors(neighbors)
     assemble(modules, schedule)
     return module
 
@@ -255,7 +255,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
 
 
 def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None, int | None]:
-    """Return whether to free parameters after forward, and how many neighbours share them until backward, if any."""
+    """Return whether to free parameters after forward, and how many neighbors share them until backward, if any."""
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int) or value < 1 or shard_size % value:

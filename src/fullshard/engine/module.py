@@ -81,7 +81,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether the unsharded parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.frees_after_forward, unit.neighbours = reshard_after_forward, None
+            unit.frees_after_forward, unit.neighbors = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are freed after backward. Keeping them saves gathers between micro-batches."""

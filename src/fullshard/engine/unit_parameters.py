@@ -66,7 +66,7 @@ class UnitParameters:
 
     Attributes:
         stand_ins: the tensors that the modules hold while the unit has no buckets.
-        neighbours: the ranks that keep the parameters sharded among themselves between forward and backward; None means
+        neighbors: the ranks that keep the parameters sharded among themselves between forward and backward; None means
             all ranks of the shard axis.
         keeps_memory: whether the memory of the unsharded parameters stays allocated after resharding.
         made: the position of the unit in the order in which this process created its units.
@@ -84,7 +84,7 @@ class UnitParameters:
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED
         self.is_pinned = False
-        self.neighbours: Collectives | None = None
+        self.neighbors: Collectives | None = None
         self.keeps_memory = False
         self.stand_ins: Postponed | None = None
         self.made = next(_made)
@@ -157,7 +157,7 @@ class UnitParameters:
     def reshard(self, *, is_after_forward: bool = False) -> None:
         """Free the unsharded parameters, unless they are sharded already or pinned by `unsharded()`.
 
-        Set `is_after_forward` if backward may follow. If the unit has `neighbours`, these ranks then keep the
+        Set `is_after_forward` if backward may follow. If the unit has `neighbors`, these ranks then keep the
         parameters until backward.
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
@@ -169,7 +169,7 @@ class UnitParameters:
         if self.state is UnitState.UNSHARDED:
             self._bind(unsharded=False)  # first, because it may raise an error
         for bucket in self.buckets:
-            bucket.reshard(kept_by=self.neighbours if is_after_forward else None)
+            bucket.reshard(kept_by=self.neighbors if is_after_forward else None)
         for tell in self.schedule.extensions.resharded:
             tell(self)
         self.state = UnitState.SHARDED

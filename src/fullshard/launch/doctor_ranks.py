@@ -132,7 +132,7 @@ def _number(path: Path) -> int:
 
 
 def _pairs(hosts: Sequence[str], *, shares_card: bool) -> Iterator[tuple[int, int]]:
-    """Yield the links of a ring: neighbours in each host, and ranks of equal number in neighbouring hosts."""
+    """Yield the links of a ring: neighbors in each host, and ranks of equal number in neighboring hosts."""
     groups = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     across = list(map(list, zip(*groups, strict=False)))
     for row in across[:1] if shares_card else [*groups, *across]:

@@ -135,7 +135,7 @@ def _charts(runs: Sequence[RunRecord]) -> list[tuple[str, float, str]]:
     names, drawn = [run.name for run in runs] if len(runs) > 1 else [""], []
     for title, unit, name in _COURSE:
         lines = [Line(names[n] or "training", *run.series(name), n, marks=run.resumed) for n, run in enumerate(runs)]
-        if name == "loss":  # of several runs, each has one colour
+        if name == "loss":  # of several runs, each has one color
             held = ((n, run.series("held_out_loss")) for n, run in enumerate(runs))
             lines += [Line(f"{names[n]} held out", *found, n + (not names[n]), "o--") for n, found in held]
         if lines := [line for line in lines if line.x]:

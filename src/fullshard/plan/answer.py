@@ -122,6 +122,6 @@ def _speed(plan: Plan) -> str:
 
 
 def continued(label: str, command: str) -> str:
-    """Return a labelled command, continued on lines that a shell can read."""
+    """Return a labeled command, continued on lines that a shell can read."""
     lines = textwrap.wrap(command, WIDTH - 7, break_long_words=False, break_on_hyphens=False)
     return f"{label} " + " \\\n    ".join(lines)

@@ -52,7 +52,7 @@ class Message(NamedTuple):
     axis: Axis
     nbytes: float
     ranks: int
-    stride: int  # the difference between the numbers of neighbouring ranks of the group
+    stride: int  # the difference between the numbers of neighboring ranks of the group
     rounds: int = 1  # number of messages to the next rank of a ring, or 1 for another collective
     is_gather: bool = False  # whether all ranks receive the same bytes
     since: tuple[float, float] = (0.0, 0.0)  # fractions of attention's forward and backward after the exchange's start

@@ -52,10 +52,10 @@ of one kind, and other programs use it."""
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """The memory and time that one rank spends on quantised weights."""
+    """The memory and time that one rank spends on quantized weights."""
 
     form: str
-    nbytes: int  # bytes of this rank's intervals of all quantised weights
+    nbytes: int  # bytes of this rank's intervals of all quantized weights
     message: int  # bytes that a rank sends to each other rank to unshard the largest unit
     whole: int  # bytes of the largest unit while it is unsharded
     peak: int  # bytes of the largest unit while it is decoded, including the codes of all ranks
@@ -99,7 +99,7 @@ class Plan:
 
     @functools.cached_property
     def at_rest(self) -> AtRest | None:
-        """The effect of quantised weights, or None if no weights are stored in a quantised form."""
+        """The effect of quantized weights, or None if no weights are stored in a quantized form."""
         units = [unit for unit in self.setting.layout.units if unit.coded]
         if not units:
             return None
@@ -225,8 +225,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
     trained = dealt(tiled(trained, job.tp), job)
-    world_size, neighbours = groups_of(cluster, job.tp)
-    shard_size = job.row.shard_size_on(neighbours, job.shard_size)
+    world_size, neighbors = groups_of(cluster, job.tp)
+    shard_size = job.row.shard_size_on(neighbors, job.shard_size)
     in_group = job.row.mesh_shape(world_size, shard_size)[1]
     check_groups(trained, job, cluster, groups=world_size, shard_size=in_group)
     is_cpu = cluster.device.is_cpu
@@ -236,7 +236,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     )
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, runs, cluster.device))
-    route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=neighbours if cluster.shares_memory else None)
+    route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=neighbors if cluster.shares_memory else None)
     if route.shares_memory:  # parameters are never sharded; events only mark when a micro-batch reads them
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
@@ -310,8 +310,8 @@ def notes_of(plan: Plan) -> list[str]:
         ),
     }
     if conversion is not None:
-        is_quantised = bool(job.method == "qlora" or job.quantize or form_of_files(plan.model, job))
-        notes |= {conversion.said: is_quantised, conversion.said_of_adapters: conversion.unadapted > 0}
+        is_quantized = bool(job.method == "qlora" or job.quantize or form_of_files(plan.model, job))
+        notes |= {conversion.said: is_quantized, conversion.said_of_adapters: conversion.unadapted > 0}
     return [note for note, is_so in notes.items() if is_so]
 
 

@@ -40,7 +40,7 @@ class Family:
     bias: str = ""  # the field that states whether attention's projections have biases
     has_bias: bool = False  # whether these projections have biases if the file does not state it
     has_output_bias: bool = True  # whether `bias` and `has_bias` also apply to the projection of attention's output
-    # Whether queries and keys are normalised: in each head (`head`), in all heads together (`whole`), or not at all.
+    # Whether queries and keys are normalized: in each head (`head`), in all heads together (`whole`), or not at all.
     head_norms: Literal["", "head", "whole"] = ""
     norm_flag: str = ""  # the field that states whether these norms exist
     sinks: bool = False  # whether each attention head has a sink

@@ -38,7 +38,7 @@ def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
     if known_name is None:
         raise ConfigError(
             f"unknown model {text!r}: it is not a file, a directory with a config.json, a known name or a number",
-            hint=f"{_suggestion(text)}; or pass the path of a config.json (hf download ORGANISATION/NAME config.json)",
+            hint=f"{_suggestion(text)}; or pass the path of a config.json (hf download ORGANIZATION/NAME config.json)",
         )
     return known_name, MODELS[known_name]
 
@@ -52,7 +52,7 @@ _VERSION = re.compile(r"v\d+(\.\d+)?")
 
 
 def _known_name(text: str) -> str | None:
-    """Return the name in `MODELS` that matches `text`, ignoring organisation, tuning, format, date and version."""
+    """Return the name in `MODELS` that matches `text`, ignoring organization, tuning, format, date and version."""
     by_key = {_key(name): name for name in MODELS} | {_key(name): known for name, known in ALIASES.items()}
     name = text.rsplit("/", 1)[-1]
     words = [word for word in re.split(r"[-_: ]+", name.lower()) if not _TUNING.fullmatch(word)]

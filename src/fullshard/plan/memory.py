@@ -37,7 +37,7 @@ from fullshard.plan.setting import PlanSetting, of_parameters
 CATEGORIES = (
     "sharded parameters",
     "main weights",
-    "quantisation scales",
+    "quantization scales",
     "optimizer state",
     "gradients",
     "gathered units",
@@ -174,7 +174,7 @@ def persistent_of(setting: PlanSetting) -> dict[str, int]:
     return {
         "sharded parameters": sum(bucket.device_nbytes for bucket in buckets) - main - scales + copies,
         "main weights": main,
-        "quantisation scales": scales,
+        "quantization scales": scales,
         "optimizer state": 0 if on_host.optimizer_state else _state_nbytes(setting),
     }
 
@@ -288,7 +288,7 @@ class _Ledger:
         if layer is None:
             return self._collect(unit)
         self.now["activations"] += layer.recomputed
-        working, in_product = self._temporary(unit, layer), layer.in_product + self._dequantised(unit)
+        working, in_product = self._temporary(unit, layer), layer.in_product + self._dequantized(unit)
         first = max(working, layer.weighting)
         moments = [*self._for_a_moment({"activations": first}), *self._collect(unit, in_product)]
         return moments + self._for_a_moment({"activations": working})
@@ -302,9 +302,9 @@ class _Ledger:
 
     def _temporary(self, unit: UnitLayout, layer: LayerActivations) -> int:
         """Return the bytes of a layer's largest temporaries: between products, or while a 4-bit weight is unpacked."""
-        return max(layer.working, layer.in_product + self._dequantised(unit))
+        return max(layer.working, layer.in_product + self._dequantized(unit))
 
-    def _dequantised(self, unit: UnitLayout) -> int:
+    def _dequantized(self, unit: UnitLayout) -> int:
         """Return the bytes of the unit's largest 4-bit weight, two elements per byte, unpacked to the compute dtype."""
         packed = [b.layout.largest_numel for b in unit.buckets if b.dtype == "uint8" and b.form is None]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)

@@ -1,4 +1,4 @@
-"""Apply a training method to the shapes of a model: dtypes, frozen parameters, adapters and quantisation."""
+"""Apply a training method to the shapes of a model: dtypes, frozen parameters, adapters and quantization."""
 
 import dataclasses
 import math
@@ -25,8 +25,8 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
 
     In full training, main weights are float32. With precision `no`, they have their stored dtype. LoRA freezes the base
     model in its own dtype, and adds two float32 matrices to every target layer, as PEFT does. QLoRA also packs the
-    weights of linear layers into 4 bits with double-quantised scales, and quantises stacked experts to the form
-    `EXPERTS_FORM`. With `quantize`, all large weights are quantised to that form.
+    weights of linear layers into 4 bits with double-quantized scales, and quantizes stacked experts to the form
+    `EXPERTS_FORM`. With `quantize`, all large weights are quantized to that form.
     """
     if model.is_final:
         return _quantized(model, job.quantize) if job.quantize else model
@@ -103,7 +103,7 @@ def form_of_files(model: ModelShape, job: Job) -> str:
 
 
 def _quantized(model: ModelShape, form: str) -> ModelShape:
-    """Return the model with its large frozen weights quantised, as `fullshard.quantize` would do it."""
+    """Return the model with its large frozen weights quantized, as `fullshard.quantize` would do it."""
 
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
         is_free = not (parameter.trainable or parameter.exact or parameter.form)
@@ -114,7 +114,7 @@ def _quantized(model: ModelShape, form: str) -> ModelShape:
 
 
 def conversion_of(model: ModelShape, job: Job) -> Conversion:
-    """Count the elements of a model that a job quantises, and those of stacked experts that have no adapter."""
+    """Count the elements of a model that a job quantizes, and those of stacked experts that have no adapter."""
     found, (_, folded) = (
         Conversion(is_asked_for=True, form=job.quantize or form_of_files(model, job) or EXPERTS_FORM),
         _targets(model, job),
@@ -137,7 +137,7 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 
 
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
-    """Return the form in which fullshard stores a quantised weight, or "" if fullshard does not quantise it."""
+    """Return the form in which fullshard stores a quantized weight, or "" if fullshard does not quantize it."""
     is_matrix = _is_matrix(model, unit, parameter)
     if not _is_reached(parameter, is_matrix=is_matrix):
         return ""
@@ -147,7 +147,7 @@ def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Jo
 
 
 def _is_reached(parameter: ParameterShape, *, is_matrix: bool) -> bool:
-    """Return whether a parameter is quantised: a large weight of a linear layer or convolution, or a stack of them."""
+    """Return whether a parameter is quantized: a large weight of a linear layer or convolution, or a stack of them."""
     name, shape = parameter.name, parameter.shape
     is_stack = parameter.role == "other" and ((len(shape) > 2 and shape[0] > 1) or is_stacked(name, shape))
     return (is_matrix or is_stack) and not why_small(name, shape)

@@ -1,4 +1,4 @@
-"""Count how much of a model is quantised, and raise an error if it is much less than the user asked for."""
+"""Count how much of a model is quantized, and raise an error if it is much less than the user asked for."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def why_small(name: str, shape: tuple[int, ...]) -> str:
-    """Return the reason why a weight (a small one, or a router's) is not worth quantising, or an empty string."""
+    """Return the reason why a weight (a small one, or a router's) is not worth quantizing, or an empty string."""
     if len(shape) < 2 or math.prod(shape) // max(1, *shape) < _FEW:
         return "small ones"
     modules = name.split(".")[:-1]
@@ -36,16 +36,16 @@ def shares(part: Mapping[str, int], whole: int) -> str:
 
 @dataclass(slots=True)
 class Conversion:
-    """Counts of the quantised and the other elements of a model, before quantisation and without adapters."""
+    """Counts of the quantized and the other elements of a model, before quantization and without adapters."""
 
-    is_asked_for: bool = False  # whether the user asked to quantise the complete model, and not only single layers
-    converted: int = 0  # quantised elements in bitsandbytes' layers
+    is_asked_for: bool = False  # whether the user asked to quantize the complete model, and not only single layers
+    converted: int = 0  # quantized elements in bitsandbytes' layers
     at_rest: int = 0  # elements that fullshard stores in the form `form` and decodes for use, in layers of any type
     whole: int = 0  # elements that stay in 16 or 32 bits
     tables: int = 0  # the part of `whole` in embeddings and the head, which bitsandbytes never converts
     stacked: int = 0  # the part of `whole` in parameters that stack several matrices
     accepted: int = 0  # the part of `whole` that the user excluded, without embeddings and the head
-    unadapted: int = 0  # frozen, stacked elements without an adapter, quantised or not
+    unadapted: int = 0  # frozen, stacked elements without an adapter, quantized or not
     form: str = ""
     left: dict[str, int] = field(default_factory=dict)  # the elements of `whole` by reason or by name
 
@@ -87,12 +87,12 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Raise `ConfigError` if most of the weights to quantise, without tables and excluded ones, are unquantised."""
+        """Raise `ConfigError` if most of the weights to quantize, without tables and excluded ones, are unquantized."""
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
-                f"the model was supposed to be quantised, but {self.said}",
+                f"the model was supposed to be quantized, but {self.said}",
                 hint=(
-                    "freeze the weights with requires_grad_(False) to quantise them at rest, or accept the model as "
+                    "freeze the weights with requires_grad_(False) to quantize them at rest, or accept the model as "
                     "it is with llm_int8_skip_modules=['lm_head', 'experts']"
                 ),
             )

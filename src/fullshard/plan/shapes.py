@@ -28,14 +28,14 @@ class ParameterShape:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    exact: bool = False  # whether it consists of bytes that are never cast (quantised weights and their scales)
+    exact: bool = False  # whether it consists of bytes that are never cast (quantized weights and their scales)
     # Dtype of the running statistics that are used together with the parameter, such as a batch norm's. The unsharded
     # parameter has the same dtype. None if there are no such statistics.
     statistics: str | None = None
-    # `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply; `embedding`,
+    # `matrix` for the weight of a linear layer inside a block, to which LoRA and quantization apply; `embedding`,
     # `head` or `other`.
     role: str = "other"
-    form: str = ""  # name of the form (`core.forms`) in which it is stored and sent; empty if it is not quantised
+    form: str = ""  # name of the form (`core.forms`) in which it is stored and sent; empty if it is not quantized
     tiles: int = 1  # number of parts into which tensor or expert parallelism has split it; `shape` is one part's
     of_experts: bool = False  # whether expert parallelism has split it, so that fewer ranks share each part
     folded_rank: int = 0  # rank of an adapter that forward adds to a copy of this weight; 0 if there is no such adapter
@@ -78,7 +78,7 @@ class Adapters:
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Self | None:
-        """Return the adapters among a layer's parameters, recognised by PEFT's names, or None if there are none."""
+        """Return the adapters among a layer's parameters, recognized by PEFT's names, or None if there are none."""
         parameters = list(parameters)
         folded = {_module_of(p.name.rpartition(".")[0]) for p in parameters if p.folded_rank}
         adapters = [p for p in parameters if ".lora_" in p.name]
@@ -125,7 +125,7 @@ class Block:
     activation: str = "silu"
     norms: int = 2  # number of norms of width `hidden`
     norm: Norm = "rms"
-    head_norms: bool = False  # whether queries and keys are normalised, too
+    head_norms: bool = False  # whether queries and keys are normalized, too
     experts: int = 0
     experts_per_token: int = 0
     float32_router: bool = False  # whether the weights of the experts' outputs are float32 in every precision
@@ -139,7 +139,7 @@ class Block:
     attention_dropout: bool = False  # whether dropout applies to attention's scores
     adapters: Adapters | None = None
     value_dim: int = 0  # size of a head's values if it differs from `head_dim`, and otherwise 0
-    latents: int = 0  # sum of the widths of the normalised latents of queries, keys and values; 0 if there are none
+    latents: int = 0  # sum of the widths of the normalized latents of queries, keys and values; 0 if there are none
     window: int = 0  # number of preceding keys that a query sees; 0 means all of them
     load: float = 1.0  # the tokens of a rank's experts, divided by the average over all ranks
 
@@ -177,7 +177,7 @@ class ModelShape:
     calls: tuple[str, ...] = ()
     # Whether dtypes and `trainable` already describe the run, so that no training method must be applied.
     is_final: bool = False
-    # The form (`core.forms`) in which the published files store most weights; empty if they are not quantised.
+    # The form (`core.forms`) in which the published files store most weights; empty if they are not quantized.
     published_as: str = ""
     capped_logits: bool = False  # whether logits pass through a tanh, whose output is saved for backward
     # (name in PEFT's `target_modules`, expert parameter that PEFT adapts for this name); empty if PEFT only adapts

@@ -12,7 +12,7 @@ waiting is *exposed* communication.
                           layer saves is at least written and read once in forward. Backward reads it again, and writes
                           and reads its gradient
     casts                 this rank's intervals before they are gathered, and gradients before they are reduced
-    decoding              for quantised weights, after they have been gathered
+    decoding              for quantized weights, after they have been gathered
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
@@ -107,12 +107,12 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation from 0 to 1: the FLOP that the model requires, divided by the peak."""
+        """Model FLOP utilization from 0 to 1: the FLOP that the model requires, divided by the peak."""
         return self.model_flops / self.total / self.peak_flops
 
     @property
     def mfu_unmasked(self) -> float:
-        """Model FLOP utilisation as most papers count it, with the masked part of attention (PaLM, appendix B)."""
+        """Model FLOP utilization as most papers count it, with the masked part of attention (PaLM, appendix B)."""
         return (self.model_flops + self.masked_flops) / self.total / self.peak_flops
 
 

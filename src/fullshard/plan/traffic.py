@@ -80,16 +80,16 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
     runs one ring per link. The rank numbers are `stride` apart, which determines whether some of the ranks share a
     host.
     """
-    neighbours = max(1, min(ranks, ranks_per_host // stride))
-    across = nbytes * (1 - 1 / (ranks / neighbours)) / neighbours
-    return nbytes * (neighbours - 1) / neighbours, across
+    neighbors = max(1, min(ranks, ranks_per_host // stride))
+    across = nbytes * (1 - 1 / (ranks / neighbors)) / neighbors
+    return nbytes * (neighbors - 1) / neighbors, across
 
 
 def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
     """Return a device's bytes inside its host and between hosts if it gets `nbytes`, other data from each rank."""
-    neighbours = max(1, min(ranks, ranks_per_host // stride))
+    neighbors = max(1, min(ranks, ranks_per_host // stride))
     others = max(1, ranks - 1)
-    return nbytes * (neighbours - 1) / others, nbytes * (ranks - neighbours) / others
+    return nbytes * (neighbors - 1) / others, nbytes * (ranks - neighbors) / others
 
 
 def passed_on(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:

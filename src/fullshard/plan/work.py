@@ -99,7 +99,7 @@ class UnitWork:
     backward: float  # computation, including recomputation
     casts: tuple[float, float]  # casting this rank's interval before the gather, and gradients before the reduction
     issued: tuple[float, float]  # the time that the host needs to issue forward, and backward, to an accelerator
-    decoding: float  # decoding quantised weights after the gather
+    decoding: float  # decoding quantized weights after the gather
     attention: tuple[float, float]  # the part of forward and backward, without recomputation, that attention takes
 
 

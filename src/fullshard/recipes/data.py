@@ -37,7 +37,7 @@ IGNORED = -100
 _TEXT, _ROWS = {".txt", ".text", ".md", ".rst", ".py"}, {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _DEFAULT_MAX_NBYTES = 12_000_000
-"""Cap of the default corpus, so that tokenising it stays a matter of seconds on every Python."""
+"""Cap of the default corpus, so that tokenizing it stays a matter of seconds on every Python."""
 _LONGEST_WORD = 1000
 """Bytes of a word that the tokenizer is trained on as a whole: it goes through a word again for each merge in it."""
 
@@ -135,7 +135,7 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
     )
 
 
-def tokenise(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, int]:
+def tokenize(path: Path, documents: Iterable[str], tokenizer: Any) -> dict[str, int]:
     """Write the tokens of the documents to a file, four bytes per token. Return their number and checksum."""
     checksum = count = number = 0
     written = filter(None, documents)
@@ -234,7 +234,7 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
 
 
 def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[Path, str | None, dict[str, Any]]:
-    """Tokenise the documents, after training a tokenizer if the model has none. Reuse files of an earlier run."""
+    """Tokenize the documents, after training a tokenizer if the model has none. Reuse files of an earlier run."""
     # Return their directory, the model's name if its tokenizer was used, and the counts and checksum of the tokens.
     most, vocab_size = arguments.max_data_mb, arguments.vocab_size
     files, source = corpus_files(arguments.data), _own_tokenizer(arguments.model)
@@ -253,7 +253,7 @@ def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple
             documents = read_documents(files, *what)
             train_tokenizer(documents, vocab_size=vocab_size).save_pretrained(str(directory / "tokenizer"))
         tokenizer = load_tokenizer(source or directory / "tokenizer")
-        made = tokenise(directory / "tokens.bin", read_documents(files, *what), tokenizer)
+        made = tokenize(directory / "tokens.bin", read_documents(files, *what), tokenizer)
         # This file is written last: it marks the other files as complete.
         write_text(directory / "tokens.json", json.dumps(made) + "\n")
     check(made["crc32c"])

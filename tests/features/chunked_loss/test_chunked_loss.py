@@ -100,7 +100,7 @@ def test_models(family: str, count: Any) -> None:
 def train(
     chunk: int | None, family: str, options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses of some steps of two micro-batches, normalised by the tokens of all ranks, and the last gradients."""
+    """Losses of some steps of two micro-batches, normalized by the tokens of all ranks, and the last gradients."""
     model = build(family)
     units = unit_modules(model)
     if options.pop("head_alone", False):

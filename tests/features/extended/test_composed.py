@@ -237,10 +237,10 @@ def check_nf4() -> None:
     nf4: Any = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 4))
-    quantised = nf4.to_nf4(model[0].weight.detach())
-    plain = quantised.get_original_weight()
+    quantized = nf4.to_nf4(model[0].weight.detach())
+    plain = quantized.get_original_weight()
     layer = model[0]
-    layer.weight = nn.Parameter(quantised, requires_grad=False)
+    layer.weight = nn.Parameter(quantized, requires_grad=False)
     layer.forward = lambda x: nf4.linear_nf4(x, layer.weight)
     x = batch(0, rank_and_size()[0], 3, 512).float()
     expected = model[1](x @ plain.T)

@@ -1,4 +1,4 @@
-"""What is put into a model after it was sharded: refused at the next forward where nobody would synchronise it.
+"""What is put into a model after it was sharded: refused at the next forward where nobody would synchronize it.
 
 pytest tests/features/late_registration/test_late_registration.py
 """
@@ -182,7 +182,7 @@ def refuse(change: Change, message: str, has_run: bool) -> None:
 
 @pytest.mark.parametrize("has_run", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_nobody_would_synchronise_is_refused(change: Change, has_run: bool) -> None:
+def test_what_nobody_would_synchronize_is_refused(change: Change, has_run: bool) -> None:
     run_ranks(refuse, 2, change, REFUSED[change], has_run)
 
 

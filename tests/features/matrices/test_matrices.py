@@ -139,7 +139,7 @@ def test_pieces_are_the_matrices(seed: int) -> None:
         assert ends[-1] == matrix.interval.stop
 
 
-# -- travelling ---------------------------------------------------------------------------------------------------
+# -- traveling ---------------------------------------------------------------------------------------------------
 
 
 def check_exchange(collectives: Collectives) -> None:

@@ -1,4 +1,4 @@
-"""Units on the meta device: from torch's way of setting a model up (`to_empty`, then initialise) to loaded weights."""
+"""Units on the meta device: from torch's way of setting a model up (`to_empty`, then initialize) to loaded weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def net(**options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def initialise(model: nn.Module, seed: int = 0) -> None:
+def initialize(model: nn.Module, seed: int = 0) -> None:
     torch.manual_seed(seed)
     for module in model.modules():
         if isinstance(reset := getattr(module, "reset_parameters", None), type(module.forward)):
@@ -69,7 +69,7 @@ def initialise(model: nn.Module, seed: int = 0) -> None:
 
 def whole() -> Net:
     model = Net()
-    initialise(model)
+    initialize(model)
     return model
 
 
@@ -107,7 +107,7 @@ def check_empty() -> None:
     assert all(bool(p.isnan().all()) for p in model.parameters())
     repoint(optimizer, model)
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-    initialise(model)
+    initialize(model)
     assert_equal(model, whole())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -117,7 +117,7 @@ def check_empty() -> None:
 def check_nobody_filled() -> None:
     model = net()
     model.to_empty(device="cpu")
-    initialise(model.block)
+    initialize(model.block)
     with pytest.warns(UserWarning, match="never filled") as caught:
         model(INPUTS)
     assert not any("block" in str(warning.message) for warning in caught)
@@ -155,7 +155,7 @@ def check_parts() -> None:
     for child in (model.norm, model.layer, model.head, model.block):
         child.to_empty(device="cpu")
     held = model.norm.weight
-    initialise(model.block[0])
+    initialize(model.block[0])
     model.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -220,7 +220,7 @@ def check_mixed() -> None:
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     model.norm.to_empty(device="cpu")
     model.norm.weight.requires_grad_(False)
-    initialise(model.norm)
+    initialize(model.norm)
     model(INPUTS).square().mean().backward()
     assert torch.equal(model.layer.bias.full_tensor(), bias) and torch.equal(model.scale.full_tensor(), scale)
     assert model.layer.bias.grad is None and model.norm.weight.grad is None and model.norm.bias.grad is not None
@@ -268,7 +268,7 @@ def check_cast(how: str) -> None:
     reference = whole()
     if how == "meta":
         model: Any = net().to(torch.float64).to_empty(device="cpu")
-        initialise(model.to(torch.float32))
+        initialize(model.to(torch.float32))
         model.double()
     else:
         torch.__future__.set_swap_module_params_on_conversion(how == "swap")
@@ -399,7 +399,7 @@ def check_taken_early() -> None:
     assert norm == clip_grad_norm_(taken, 1e9) > 0
     clip_grad_value_(taken, 1e-9)
     assert clip_grad_norm_(model, 1e9) < 1e-7
-    with pytest.raises(OptimizerError, match=r"materialising from the meta device.*\n.*repoint"):
+    with pytest.raises(OptimizerError, match=r"materializing from the meta device.*\n.*repoint"):
         optimizer.step()
     repoint(optimizer, model)
     optimizer.step()
@@ -432,7 +432,7 @@ def test_cast_after_sharding(how: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_to_empty_and_initialise_is_one_process(world_size: int) -> None:
+def test_to_empty_and_initialize_is_one_process(world_size: int) -> None:
     run_ranks(check_empty, world_size)
 
 

@@ -75,7 +75,7 @@ def check_plain(how: str, units: tuple[str, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["meta", "meta_parameters"])
 @pytest.mark.parametrize("units", [(), ("blocks.0", "blocks.1"), ("embed", "blocks.0", "head")], ids=str)
 def test_meta_model_with_reset_parameters(how: str, units: tuple[str, ...]) -> None:
-    """Every tensor is initialised, and the same on every rank."""
+    """Every tensor is initialized, and the same on every rank."""
     states = run_ranks(check_plain, 2, how, units)
     for name, value in states[0].items():
         assert np.array_equal(value, states[1][name]), name
@@ -85,7 +85,7 @@ def test_meta_model_with_reset_parameters(how: str, units: tuple[str, ...]) -> N
     assert 0.7 < states[0]["embed.weight"].std() < 1.3
 
 
-def test_same_initialisation_on_any_number_of_ranks() -> None:
+def test_same_initialization_on_any_number_of_ranks() -> None:
     alone, two, four = (run_ranks(check_plain, n, "meta", ("blocks.0", "blocks.1"))[0] for n in (1, 2, 4))
     for name, value in alone.items():
         assert np.array_equal(value, two[name]) and np.array_equal(value, four[name]), name
@@ -158,7 +158,7 @@ def check_llama(how: str) -> None:
     for name, expected in normal.named_buffers():
         assert torch.equal(buffers[name], expected), name
         assert buffers[name].dtype is expected.dtype
-    # The numbers drawn differ, because modules are initialised in another order, but not what they are drawn from.
+    # The numbers drawn differ, because modules are initialized in another order, but not what they are drawn from.
     state, expected_state = whole_state(model), dict(normal.named_parameters())
     for name, parameter in expected_state.items():
         value = state[name]
@@ -178,7 +178,7 @@ def test_llama_on_meta(how: str) -> None:
     run_ranks(check_llama, 2, how)
 
 
-# -- what nothing initialises -----------------------------------------------------------------------------------
+# -- what nothing initializes -----------------------------------------------------------------------------------
 
 
 class Forgetful(nn.Module):
@@ -215,12 +215,12 @@ class HalfReset(Forgetful):
 def check_forgotten(cls: type[Forgetful], kind: str, how: str, init: bool) -> None:
     with torch.device("meta") if how == "meta" else meta_parameters():
         model = nn.Sequential(cls(kind))
-    initialise: Callable[[nn.Module], Any] | None = fill if init else None
+    initialize: Callable[[nn.Module], Any] | None = fill if init else None
     if not init and (how == "meta" or kind == "parameter"):
         with pytest.raises(WrapError, match=r"(Forgetful|HalfReset).*forgotten"):
-            shard_model(model, unit_modules=[], param_init_fn=initialise)
+            shard_model(model, unit_modules=[], param_init_fn=initialize)
         return
-    model = shard_model(model, unit_modules=[], param_init_fn=initialise)
+    model = shard_model(model, unit_modules=[], param_init_fn=initialize)
     if kind != "parameter":
         expected = Forgetful(kind).forgotten
         got: Any = model[0].forgotten
@@ -243,7 +243,7 @@ def fill_value(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["float", "int", "bool", "uint8", "complex", "scalar", "parameter"])
 @pytest.mark.parametrize("cls", [Forgetful, HalfReset])
-def test_what_nothing_initialises_is_named(cls: type[Forgetful], kind: str) -> None:
+def test_what_nothing_initializes_is_named(cls: type[Forgetful], kind: str) -> None:
     check_forgotten(cls, kind, "meta", False)
 
 

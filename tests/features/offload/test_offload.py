@@ -232,10 +232,10 @@ def test_checkpoints_do_not_care_where_shards_are(saved_with: str | None, tmp_pa
         assert all(run_ranks(resumed, 2, str(tmp_path / str(number)), saved_with, loaded_with))
 
 
-# -- a quantised base ---------------------------------------------------------------------------------------------
+# -- a quantized base ---------------------------------------------------------------------------------------------
 
 
-def quantised(name: str | None) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+def quantized(name: str | None) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
     """Three steps on a 4-bit base: losses and adapters; of each copy of a frozen bucket, its bytes and elements."""
     from tests.features.quantized_weights import test_quantized as four_bits
 
@@ -266,19 +266,19 @@ def quantised(name: str | None) -> tuple[list[torch.Tensor], list[tuple[int, int
     return found + [p.full_tensor() for p in sharded(model)], copied
 
 
-def quantised_alike() -> dict[str, tuple[bool, bool, int]]:
-    plain, _ = quantised(None)
+def quantized_alike() -> dict[str, tuple[bool, bool, int]]:
+    plain, _ = quantized(None)
     found = {}
     for name in POLICIES:
-        values, copied = quantised(name)
+        values, copied = quantized(name)
         found[name] = same(values, plain), all(nbytes == numel for nbytes, numel in copied), len(copied)
     return found
 
 
 @pytest.mark.full
-def test_a_quantised_base_is_gathered_from_the_host_as_the_bytes_it_is() -> None:
+def test_a_quantized_base_is_gathered_from_the_host_as_the_bytes_it_is() -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
-    for found in run_ranks(quantised_alike, 2):
+    for found in run_ranks(quantized_alike, 2):
         assert all(alike and as_bytes for alike, as_bytes, _ in found.values()), found
         moved = {name: copies > 0 for name, (_, _, copies) in found.items()}
         assert moved == {name: policy.compute_shards for name, policy in POLICIES.items()}

@@ -43,14 +43,14 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_coded(name: str, parameter: torch.Tensor) -> bool:
-    """Which weights of these models a quantisation is to reach, told by their names."""
+    """Which weights of these models a quantization is to reach, told by their names."""
     is_large = name.endswith(("_proj.weight", "_proj.base_layer.weight", "gate_up_proj", "down_proj"))
     return is_large and "lora" not in name
 
 
 @torch.no_grad()
 def round_trip(parameter: torch.Tensor, form: str) -> None:
-    """Give a weight the values that quantising the whole makes of it: by bitsandbytes itself, where it has the form."""
+    """Give a weight the values that quantizing the whole makes of it: by bitsandbytes itself, where it has the form."""
     if form not in ("nf4", "nf4-double", "fp4"):
         decoded = torch.empty_like(parameter).view(-1)
         codec(form).decode(codec(form).encode(parameter.data.view(-1)), decoded)

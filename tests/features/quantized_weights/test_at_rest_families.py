@@ -50,7 +50,7 @@ EXPERTS = ("gate_up_proj", "down_proj")
 ALL_LINEAR = {"target_modules": "all-linear"}
 ON_EXPERTS = {"target_modules": [], "target_parameters": [f"experts.{name}" for name in EXPERTS]}
 LEFT = ("embed_tokens", "wte", "lm_head", "router", "mlp.gate.", "_bias", "classifier")
-"""Parts of names of the weights that no quantisation reaches, unless embeddings are asked for."""
+"""Parts of names of the weights that no quantization reaches, unless embeddings are asked for."""
 
 
 class Family(NamedTuple):

@@ -1,4 +1,4 @@
-"""No model of Transformers has a large weight that is neither quantised nor named.
+"""No model of Transformers has a large weight that is neither quantized nor named.
 
 pytest tests/features/quantized_weights/test_every_model_type.py -m "full or not full"
 """
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from fullshard.checkpoint.pretrained import _replace_linear_layers
-from fullshard.checkpoint.quantities import conversion_of, quantise_rest
+from fullshard.checkpoint.quantities import conversion_of, quantize_rest
 from fullshard.features.quantized_weights.marks import form_at
 from fullshard.features.quantized_weights.quantize import mark_large
 from fullshard.features.quantized_weights.scales import outline
@@ -79,7 +79,7 @@ def check_beside_layers(model: Any) -> None:
     config: Any = BitsAndBytesConfig(load_in_4bit=True)
     _replace_linear_layers(model, config)
     outline(model)
-    quantise_rest(model, freezes=True)
+    quantize_rest(model, freezes=True)
     found = conversion_of(model)
     assert found.converted + found.at_rest + found.whole == whole and sum(found.left.values()) == found.whole
 
@@ -93,13 +93,13 @@ def check_beside_layers(model: Any) -> None:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_every_large_weight_is_quantised_or_named(chunk: int) -> None:
+def test_every_large_weight_is_quantized_or_named(chunk: int) -> None:
     for model in models(model_types()[chunk::CHUNKS]):
         other = copy.deepcopy(model)
         if check_at_rest(model) - {"linear layers"}:
             check_beside_layers(other)
 
 
-def test_large_weights_of_odd_kinds_are_quantised_or_named() -> None:
+def test_large_weights_of_odd_kinds_are_quantized_or_named() -> None:
     for model in models(["dbrx", "gpt_oss", "siglip", "encodec"]):
         check_at_rest(model)

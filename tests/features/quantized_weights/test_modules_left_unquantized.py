@@ -1,4 +1,4 @@
-"""What stays in 16 or 32 bits of a model that was to be quantised: counted alike by the planner, said, and refused.
+"""What stays in 16 or 32 bits of a model that was to be quantized: counted alike by the planner, said, and refused.
 
 pytest tests/features/quantized_weights/test_modules_left_unquantized.py
 """
@@ -17,7 +17,7 @@ import fullshard
 from fullshard import Accelerator
 from fullshard.checkpoint.pretrained import _replace_linear_layers
 from fullshard.checkpoint.quantities import conversion_of as conversion_of_model
-from fullshard.checkpoint.quantities import quantise_rest
+from fullshard.checkpoint.quantities import quantize_rest
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.engine.lookup import units_of
 from fullshard.features.quantized_weights.codecs import codec
@@ -60,7 +60,7 @@ def test_the_planner_counts_what_bitsandbytes_leaves(values: dict[str, Any]) -> 
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     _replace_linear_layers(model, BitsAndBytesConfig(**FOUR_BITS))
     outline(model)
-    quantise_rest(model, freezes=True)
+    quantize_rest(model, freezes=True)
     found = conversion_of_model(with_adapters(model))
     job = Job.of({"method": "qlora", "lora_targets": "q_proj,o_proj"})
     planned = conversion_of(from_config(values, where="test")[0], job)
@@ -69,7 +69,7 @@ def test_the_planner_counts_what_bitsandbytes_leaves(values: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
-def test_the_planner_knows_what_is_quantised_at_rest(values: dict[str, Any]) -> None:
+def test_the_planner_knows_what_is_quantized_at_rest(values: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).requires_grad_(False)
     marked = fullshard.quantize(model, "nf4")
@@ -168,7 +168,7 @@ def test_what_its_hint_says_is_taken(
     assert all(p.grad is not None for p in sharded.parameters() if p.requires_grad)
 
 
-def test_a_setting_has_all_large_weights_quantised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_has_all_large_weights_quantized(capsys: pytest.CaptureFixture[str]) -> None:
     model = with_adapters(AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE)))
     sharded, _, _ = fullshard.accelerate(model, config={"quantize": "int8"})
     said = "int8 at rest: linear layers 24.6 k"

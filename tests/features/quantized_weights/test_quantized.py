@@ -1,4 +1,4 @@
-"""Weights quantised by bitsandbytes, sharded with their scales, against one process that holds them whole.
+"""Weights quantized by bitsandbytes, sharded with their scales, against one process that holds them whole.
 
 pytest tests/features/quantized_weights/test_quantized.py
 """
@@ -21,9 +21,9 @@ from fullshard.engine.lookup import unit_of
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, shard_model
 from fullshard.features.quantized_weights.codecs import _PIECE_NUMEL
 from fullshard.features.quantized_weights.scales import (
-    _quantise_4bit,
+    _quantize_4bit,
     aliases,
-    dequantised,
+    dequantized,
     expose_scales,
     is_exact,
 )
@@ -38,7 +38,7 @@ STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32
 
 
 class Adapted(nn.Module):
-    """A frozen quantised layer with a trainable low-rank adapter beside it."""
+    """A frozen quantized layer with a trainable low-rank adapter beside it."""
 
     def __init__(self, base: nn.Module, width: int, out: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Adapted(nn.Module):
 
 
 class Block(nn.Module):
-    """Two quantised layers and a norm."""
+    """Two quantized layers and a norm."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 def build(make: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Sequential:
-    """The same model with the same quantised weights in every process."""
+    """The same model with the same quantized weights in every process."""
     torch.manual_seed(3)
     model = nn.Sequential(*(Block(make) for _ in range(3)))
     for name, parameter in model.named_parameters():
@@ -74,7 +74,7 @@ def build(make: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu")
             parameter.data = torch.randn_like(parameter) * 0.05 + ("norm.weight" in name)
             parameter.requires_grad_("down" in name or "up" in name)
             parameter.data = parameter.data.to(dtype)
-    return model.to(device)  # here bitsandbytes quantises
+    return model.to(device)  # here bitsandbytes quantizes
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def test_eight_bits_train_as_in_one_process() -> None:
 
 
 def check_bytes(make: Any) -> tuple[int, int]:
-    """Bytes at rest of quantised weights and scales: all of them, and this rank's."""
+    """Bytes at rest of quantized weights and scales: all of them, and this rank's."""
     reference, model = build(make), sharded(make)
     expose_scales(reference)
     whole = sum(p.nbytes for p in reference.parameters() if is_exact(p))
@@ -213,7 +213,7 @@ def check_mixed_precision() -> None:
     assert is_same_product(model(batch(rank, 0)), reference(batch(rank, 0, torch.bfloat16)))
 
 
-def test_mixed_precision_never_casts_quantised_bytes() -> None:
+def test_mixed_precision_never_casts_quantized_bytes() -> None:
     run_ranks(check_mixed_precision, 2)
 
 
@@ -255,16 +255,16 @@ def test_checkpoints_hold_scales_and_load_at_another_world_size(kind: str, tmp_p
     assert run_ranks(check_load, 3, tmp_path / "saved", make)[0] == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_a_layer_that_is_not_quantised_yet_is_refused() -> None:
+def test_a_layer_that_is_not_quantized_yet_is_refused() -> None:
     model = nn.Sequential(bnb.nn.Linear4bit(WIDTH, WIDTH))
-    with pytest.raises(WrapError, match="not quantised yet") as error:
+    with pytest.raises(WrapError, match="not quantized yet") as error:
         shard_model(model, unit_modules=[], device=torch.device("cpu"))
     assert error.value.hint is not None and "move the model" in error.value.hint
 
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_tables_are_where_the_weight_is(nested: bool) -> None:
-    """Kernels take them by address. The meta device stands for any other than the one that has quantised."""
+    """Kernels take them by address. The meta device stands for any other than the one that has quantized."""
     model = build(FourBits(nested=nested))
     weights: list[Any] = [module.weight for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
     shard_model(model, unit_modules=list(model), device=torch.device("meta"))
@@ -293,12 +293,12 @@ def test_a_bias_that_the_layer_casts_in_forward_is_refused_not_lost() -> None:
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
-def test_a_weight_quantised_piece_by_piece_is_bitsandbytes(quant_type: str, double: bool, storage: torch.dtype) -> None:
+def test_a_weight_quantized_piece_by_piece_is_bitsandbytes(quant_type: str, double: bool, storage: torch.dtype) -> None:
     torch.manual_seed(0)
     values = torch.randn(1500, 1024).bfloat16()
     assert values.numel() > _PIECE_NUMEL and values.numel() % _PIECE_NUMEL
     settings = {"quant_type": quant_type, "compress_statistics": double, "quant_storage": storage}
-    packed, state = _quantise_4bit(values, bnb.nn.Params4bit(values, **settings))
+    packed, state = _quantize_4bit(values, bnb.nn.Params4bit(values, **settings))
     expected, its_state = bnb.functional.quantize_4bit(values, **settings)
     assert packed.shape == expected.shape and torch.equal(packed.view(torch.uint8), expected.view(torch.uint8))
     ours, theirs = state.as_dict(packed=True), its_state.as_dict(packed=True)
@@ -311,9 +311,9 @@ def test_a_weight_quantised_piece_by_piece_is_bitsandbytes(quant_type: str, doub
 
 
 @pytest.mark.parametrize("make", [FourBits(), eight_bits], ids=["4 bits", "8 bits"])
-def test_a_quantised_weight_gives_back_its_values(make: Any) -> None:
+def test_a_quantized_weight_gives_back_its_values(make: Any) -> None:
     layer = make(WIDTH, HIDDEN)
     values = layer.weight.detach().clone()
     expose_scales(layer.to("cpu"))
-    torch.testing.assert_close(dequantised(layer), values, rtol=0, atol=0.02)
+    torch.testing.assert_close(dequantized(layer), values, rtol=0, atol=0.02)
     assert layer.weight.to("cpu") is layer.weight  # as PEFT's DoRA moves it in every forward

@@ -324,7 +324,7 @@ def test_gradients_cleared_in_part() -> None:
     run_ranks(check_partly_cleared, 2)
 
 
-def accumulate_unsynchronised(module: nn.Module, step: int, rank: int) -> torch.Tensor:
+def accumulate_unsynchronized(module: nn.Module, step: int, rank: int) -> torch.Tensor:
     """Three micro-batches of which only the last communicates."""
     sharded = bool(units_of(module))
     losses = []
@@ -370,13 +370,13 @@ def check_accumulation(run: Any, strategy: str, shard_size: int | None) -> None:
     assert_trains_alike(model, reference, run)
 
 
-@pytest.mark.parametrize("run", [accumulate_unsynchronised, accumulate_with_switch])
+@pytest.mark.parametrize("run", [accumulate_unsynchronized, accumulate_with_switch])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_accumulation_without_communication(run: Any, strategy: str) -> None:
     run_ranks(check_accumulation, 2, run, strategy, None)
 
 
-@pytest.mark.parametrize("run", [accumulate_unsynchronised, accumulate_replicated_later])
+@pytest.mark.parametrize("run", [accumulate_unsynchronized, accumulate_replicated_later])
 def test_accumulation_in_hybrid(run: Any) -> None:
     run_ranks(check_accumulation, 4, run, "HYBRID_SHARD", 2)
 
@@ -411,7 +411,7 @@ def check_optional_unit() -> None:
     assert_trains_alike(model, reference, accumulate_optional)
 
 
-def test_unit_that_only_an_unsynchronised_micro_batch_runs() -> None:
+def test_unit_that_only_an_unsynchronized_micro_batch_runs() -> None:
     run_ranks(check_optional_unit, 2)
 
 

@@ -144,7 +144,7 @@ class VirtualDevice(torch_private.DispatchMode):
         self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.allocated)
 
     def note_event(self, event: Event) -> None:
-        """Note which unit of the engine runs, so that tasks are labelled with it. This method is an event sink."""
+        """Note which unit of the engine runs, so that tasks are labeled with it. This method is an event sink."""
         if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
             self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
 
@@ -270,7 +270,7 @@ class VirtualDevice(torch_private.DispatchMode):
         with contextlib.ExitStack() as stack:
             stack.enter_context(instead(storages, "resize_", resize_))
             stack.enter_context(instead(tensors, "record_stream", record_stream))
-            for place in torch_private.shapes_learnt:
+            for place in torch_private.shapes_learned:
                 stack.enter_context(instead(place.owner, place.name, self._imagined_by(place.torchs)))
             stack.enter_context(self)
             stack.enter_context(answered())

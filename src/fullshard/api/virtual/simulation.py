@@ -160,7 +160,7 @@ def _autocast(device_type: str, **options: Any) -> contextlib.AbstractContextMan
 
 
 def _trained(model: nn.Module, job: Job) -> nn.Module:
-    """Prepare a float32 model for the job's training method: add adapters and quantise it if the job uses them."""
+    """Prepare a float32 model for the job's training method: add adapters and quantize it if the job uses them."""
     if job.method == "full":
         return model
     peft = import_extra("peft", extra="sft", purpose="simulating adapters")

@@ -2,7 +2,7 @@
 
 The state is stored as `{"state": {PARAMETER: {KEY: value}}, "param_groups": [{..., "params": [PARAMETER, ...]}]}`, or
 flattened as `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored.
-torch's AdamW, Adam and SGD can be recognised by their options; for other optimizers, the user must give the class.
+torch's AdamW, Adam and SGD can be recognized by their options; for other optimizers, the user must give the class.
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
 
 
 def _kind(groups: tuple[GroupRecord, ...]) -> str:
-    """Return the class name of the optimizer, or an empty string if it cannot be recognised."""
+    """Return the class name of the optimizer, or an empty string if it cannot be recognized."""
     options = groups[0].options if groups else {}
     if "decoupled_weight_decay" in options and "betas" in options and "momentum_decay" not in options:
         return "AdamW" if options["decoupled_weight_decay"] else "Adam"

@@ -2,7 +2,7 @@
 
 A *source* is a checkpoint on disk, described by the records of the native manifest (without pieces if another program
 saved it). Writing from a source needs no process group and no model, and only one chunk of one tensor is in memory at a
-time. Each module opens or writes one format, and `detect` recognises the format of a file or directory.
+time. Each module opens or writes one format, and `detect` recognizes the format of a file or directory.
 """
 
 import math

@@ -29,7 +29,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             if sharded is not None and sharded is not parameter:
                 raise OptimizerError(
                     f"{type(optimizer).__name__}, parameter group {number}: it refers to {sharded.name} as it was "
-                    "before sharding, casting or materialising from the meta device; it will never receive a gradient",
+                    "before sharding, casting or materializing from the meta device; it will never receive a gradient",
                     hint="create the optimizer after sharding, or call fullshard.repoint(optimizer)",
                 )
 

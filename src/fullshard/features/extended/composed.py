@@ -60,7 +60,7 @@ class ComposedSpec(ShardSpec):
         raise LifecycleError(
             f"{name} has the shape {tuple(inner.shape)} on rank {self.mesh.rank} and {tuple(shape)} unsharded: it is "
             f"neither sharded like the {rows} rows of its parameter nor equal on every rank",
-            hint="quantise in blocks that do not cross the rows of different ranks",
+            hint="quantize in blocks that do not cross the rows of different ranks",
         )
 
 
@@ -110,8 +110,8 @@ class ComposedBucket(ExtendedBucket):
         if on_meta:
             raise WrapError(
                 f"a parameter of type {type(rows).__name__} is on the meta device, and its `{on_meta[0]}` cannot be "
-                "materialised",
-                hint="materialise the model before fully_shard",
+                "materialized",
+                hint="materialize the model before fully_shard",
             )
         self.main = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
         self._own = rows if own == count else rows.narrow(0, 0, own)

@@ -89,7 +89,7 @@ class Composed(Extended):
         raise WrapError(
             f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} has values, but other "
             "parameters of its unit are on the meta device",
-            hint="materialise all parameters of the unit before fully_shard, or none of them",
+            hint="materialize all parameters of the unit before fully_shard, or none of them",
         )
 
     def spec(

@@ -1,6 +1,6 @@
 """Allocate parameters and buffers and give them the same values on every rank, before they are sharded.
 
-This is done one unit at a time: tensors on the meta device are allocated, initialised by their own module, and
+This is done one unit at a time: tensors on the meta device are allocated, initialized by their own module, and
 broadcast from rank 0. No rank therefore ever holds more than one unsharded unit of the model.
 """
 
@@ -37,7 +37,7 @@ class WeightSource(Values, Protocol):
         """Return whether `read` can supply the values of this parameter."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module if the source defines its values without storing them, or else return False."""
+        """Initialize a module if the source defines its values without storing them, or else return False."""
 
 
 def weight_source(model: nn.Module) -> WeightSource | None:
@@ -46,7 +46,7 @@ def weight_source(model: nn.Module) -> WeightSource | None:
 
 
 InitFunction = Callable[[nn.Module], Any]
-"""Initialises the parameters and buffers of one module, but not those of its children."""
+"""Initializes the parameters and buffers of one module, but not those of its children."""
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def meta_parameters() -> Iterator[None]:
     """Create parameters on the meta device inside the block, but allocate buffers as usual.
 
     No memory is allocated for the parameters until the model is sharded, one unit at a time. Non-persistent buffers
-    have the values that the constructors assign, not uninitialised memory.
+    have the values that the constructors assign, not uninitialized memory.
     """
     original = nn.Module.register_parameter
 
@@ -131,7 +131,7 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
         tensor.fill_(_sentinel(tensor.dtype))
     versions = [tensor._version for _, tensor in fresh]
     init(module)
-    for tensor, value in kept:  # do not initialise tensors again that were already real, for example in another unit
+    for tensor, value in kept:  # do not initialize tensors again that were already real, for example in another unit
         tensor.copy_(value)
     current = {**module._parameters, **module._buffers}
     missed = [
@@ -141,9 +141,9 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
     ]
     if missed:
         raise WrapError(
-            f"{type(module).__name__} was built on the meta device, and nothing initialises its {', '.join(missed)}",
+            f"{type(module).__name__} was built on the meta device, and nothing initializes its {', '.join(missed)}",
             hint=(
-                "use shard_model(model, ...), which finds the model's own initialisation and accepts param_init_fn; "
+                "use shard_model(model, ...), which finds the model's own initialization and accepts param_init_fn; "
                 "or build the model under fullshard.meta_parameters(), which keeps buffers off the meta device"
             ),
         )

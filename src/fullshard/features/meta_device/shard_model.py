@@ -66,7 +66,7 @@ def shard_model(
         forward_prefetch: unshard the next unit while the current unit runs forward.
         backward_prefetch: a name of `BackwardPrefetch`.
         sync_module_states: use rank 0's parameters and buffers on all ranks.
-        param_init_fn: function that initialises one module on the meta device.
+        param_init_fn: function that initializes one module on the meta device.
         device: device to compute on; by default the accelerator, if there is one.
         mesh: mesh of the ranks to use, instead of all ranks (`fullshard simulate` passes its own mesh).
         other_meshes: meshes of units that are sharded over other ranks, such as experts, keyed by module.

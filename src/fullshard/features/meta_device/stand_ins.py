@@ -75,8 +75,8 @@ class StandIns:
             "FSDP parameters should be materialized from meta device before training, but the following were still "
             f"on meta device: {self.names_on_meta} (rank {unit.mesh.rank}, {unit})",
             hint=(
-                "call model.to_empty(device=...) and initialise the model, or call load_state_dict; "
-                "fullshard.shard_model runs the model's own initialisation one unit at a time"
+                "call model.to_empty(device=...) and initialize the model, or call load_state_dict; "
+                "fullshard.shard_model runs the model's own initialization one unit at a time"
             ),
         )
 

@@ -55,7 +55,7 @@ class Host:
         self._leaving: deque[_Leaving] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor of shape (numel,) in host memory."""
+        """Return an uninitialized tensor of shape (numel,) in host memory."""
         return torch.empty(numel, dtype=dtype, device=self._place, pin_memory=self._pins)
 
     def copying_to_device(self) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""Shard weights that bitsandbytes has quantised, together with their scales."""
+"""Shard weights that bitsandbytes has quantized, together with their scales."""
 
 from fullshard.features.quantized_weights.scales import QuantizedWeight
 

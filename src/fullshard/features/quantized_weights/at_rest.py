@@ -99,7 +99,7 @@ class CodedParameter(ShardedParameter):
             self.bucket.originals.parameters[self._index].requires_grad_(False)
             raise LifecycleError(
                 f"rank {self.mesh.rank}: {self.name} is stored as codes, which no optimizer can update",
-                hint="train an adapter for it, or leave it unquantised",
+                hint="train an adapter for it, or leave it unquantized",
             )
         return self
 

@@ -180,7 +180,7 @@ def codec_of(form: StoredForm) -> Codec:
 
 def bitsandbytes() -> Any:
     """Return the module `bitsandbytes.functional`, or raise `MissingExtraError` if it is not installed."""
-    return import_extra("bitsandbytes.functional", extra="quant", purpose="quantised weights")
+    return import_extra("bitsandbytes.functional", extra="quant", purpose="quantized weights")
 
 
 @cache

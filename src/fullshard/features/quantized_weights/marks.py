@@ -1,4 +1,4 @@
-"""Marks on a module that record which of its weights to quantise when the model is sharded, and in which form."""
+"""Marks on a module that record which of its weights to quantize when the model is sharded, and in which form."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Mark:
 
 
 def mark_of(parameter: torch.Tensor) -> Mark | None:
-    """Return the mark that `stamp` has copied to a parameter, or None if the parameter will not be quantised."""
+    """Return the mark that `stamp` has copied to a parameter, or None if the parameter will not be quantized."""
     return getattr(parameter, _MARK, None)
 
 

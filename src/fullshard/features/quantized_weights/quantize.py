@@ -1,4 +1,4 @@
-"""Quantise the large frozen weights of a model, so that ranks store them as codes."""
+"""Quantize the large frozen weights of a model, so that ranks store them as codes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.forms import form_of
 from fullshard.features.quantized_weights import at_rest  # noqa: F401 -- it shards what is marked here
 from fullshard.features.quantized_weights.marks import MARKS, Mark
-from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
+from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantized
 from fullshard.plan.quantized import TABLES, is_stacked, shares, why_small
 
 _MATRIX, _STACK = 2, 3
@@ -19,7 +19,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
-    """Mark a parameter to be quantised at sharding. Raise `ConfigError` if it is marked with another form."""
+    """Mark a parameter to be quantized at sharding. Raise `ConfigError` if it is marked with another form."""
     form_of(mark.form)
     before = vars(module).setdefault(MARKS, {}).setdefault(attribute, mark)
     if before.form != mark.form:
@@ -50,7 +50,7 @@ class Quantized:
 
 
 def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -> Quantized:
-    """Mark all large frozen weights of a model to be quantised when it is sharded, and return a summary.
+    """Mark all large frozen weights of a model to be quantized when it is sharded, and return a summary.
 
     Linear layers, convolutions and stacked experts are stored and sent in `form`. While their unit is unsharded they
     are ordinary dense weights, so any layer, kernel or adapter can use them.
@@ -58,11 +58,11 @@ def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -
     Args:
         model: an unsharded model with its values in memory or yet to be read. Add adapters before this call.
         form: `nf4`, `fp4`, `int8` or another form of `fullshard.core.forms`.
-        embeddings: also quantise embeddings and the output head.
+        embeddings: also quantize embeddings and the output head.
 
     Raises:
         ConfigError: The form does not exist.
-        WrapError: No weight can be quantised, usually because all of them are trained.
+        WrapError: No weight can be quantized, usually because all of them are trained.
     """
     found = mark_large(model, form, embeddings=embeddings)
     if not found.marked:
@@ -119,7 +119,7 @@ def _what(path: str, module: nn.Module, attribute: str, parameter: nn.Parameter)
     kind, name, shape = type(module).__name__, f"{path}.{attribute}", tuple(parameter.shape)
     if (
         is_exact(parameter)
-        or is_to_be_quantised(parameter)
+        or is_to_be_quantized(parameter)
         or not parameter.is_floating_point()
         or parameter.itemsize == 1
     ):

@@ -1,6 +1,6 @@
-"""Turn the scales of quantised weights into parameters, so that they are sharded like the weights.
+"""Turn the scales of quantized weights into parameters, so that they are sharded like the weights.
 
-A weight quantised by bitsandbytes keeps its scales as plain tensors in a Python attribute, outside the module tree. A
+A weight quantized by bitsandbytes keeps its scales as plain tensors in a Python attribute, outside the module tree. A
 sharding engine that looks only at parameters leaves a full copy of them on every rank (1 GiB for a 4-bit 70B model).
 Here each scale tensor becomes a frozen parameter of the same module as its weight. It has the name that bitsandbytes
 uses in state dicts. Kernels read this same object, so no other code has to change.
@@ -10,7 +10,7 @@ uses in state dicts. Kernels read this same object, so no other code has to chan
 | `Linear4bit`, `Embedding4bit` | packed values, any `quant_storage` | `weight.absmax`, `weight.nested_absmax` |
 | `Linear8bitLt`, `Embedding8bit` | int8 | `SCB` |
 
-Only tensors whose size does not depend on the layer stay on every rank: the code books and, with double quantisation,
+Only tensors whose size does not depend on the layer stay on every rank: the code books and, with double quantization,
 one offset, which becomes a buffer so that checkpoints include it. Kernels read them by address, so they must be on the
 device of the weight. Weights and scales are *exact*: their bytes are gathered unchanged under any precision policy.
 """
@@ -44,7 +44,7 @@ def aliases(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def expose_scales(model: nn.Module) -> None:
-    """Turn the scales of all quantised weights in `model` into frozen parameters, in place, unless they are already."""
+    """Turn the scales of all quantized weights in `model` into frozen parameters, in place, unless they are already."""
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:
@@ -108,7 +108,7 @@ def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tupl
     if hasattr(weight, "quant_state"):  # 4 bits
         state = weight.quant_state or getattr(module, "quant_state", None)
         if state is None:
-            raise _not_quantised(path, module)
+            raise _not_quantized(path, module)
         weight.quant_state = state
         if getattr(state, "packing_format_for_cpu", False):
             raise WrapError(
@@ -120,7 +120,7 @@ def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tupl
             yield "weight.nested_absmax", state.state2, "absmax"
     elif hasattr(weight, "SCB") and not weight.has_fp16_weights:  # type: ignore[attr-defined]
         if weight.SCB is None and getattr(getattr(module, "state", None), "SCB", None) is None:
-            raise _not_quantised(path, module)
+            raise _not_quantized(path, module)
         yield "SCB", weight if weight.SCB is not None else module.state, "SCB"
 
 
@@ -128,18 +128,18 @@ def _mark(tensor: torch.Tensor) -> None:
     setattr(tensor, _EXACT, True)
 
 
-def _not_quantised(path: str, module: nn.Module) -> WrapError:
+def _not_quantized(path: str, module: nn.Module) -> WrapError:
     return WrapError(
-        f"the weight of {path or type(module).__name__}, a {type(module).__name__}, is not quantised yet",
-        hint="first move the model to its device, even to the CPU (model.to('cpu')): bitsandbytes quantises it then",
+        f"the weight of {path or type(module).__name__}, a {type(module).__name__}, is not quantized yet",
+        hint="first move the model to its device, even to the CPU (model.to('cpu')): bitsandbytes quantizes it then",
     )
 
 
 def outline(model: nn.Module) -> None:
-    """Give meta weights that bitsandbytes will quantise the shape and the scales that they will have then."""
+    """Give meta weights that bitsandbytes will quantize the shape and the scales that they will have then."""
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
-        if is_to_be_quantised(weight) and weight.is_meta:
+        if is_to_be_quantized(weight) and weight.is_meta:
             if hasattr(weight, "quant_state"):
                 # Transformers has cast it to the storage dtype of the codes.
                 weight.data = weight.data.float()
@@ -152,15 +152,15 @@ def outline(model: nn.Module) -> None:
         del tables[name]
 
 
-def is_to_be_quantised(weight: Any) -> bool:
-    """Return whether bitsandbytes will quantise this weight, but has not done so yet."""
+def is_to_be_quantized(weight: Any) -> bool:
+    """Return whether bitsandbytes will quantize this weight, but has not done so yet."""
     if hasattr(weight, "quant_state"):
         return not weight.bnb_quantized
     return hasattr(weight, "SCB") and not weight.has_fp16_weights and weight.SCB is None and weight.CB is None
 
 
 def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the unquantised shape of a module's weight that `outline` has changed, or None for any other module."""
+    """Return the unquantized shape of a module's weight that `outline` has changed, or None for any other module."""
     weight: Any = module._parameters.get("weight")
     if weight is None or not weight.is_meta:
         return None
@@ -169,11 +169,11 @@ def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
     return tuple(weight.shape) if hasattr(weight, "SCB") and weight.dtype is torch.int8 else None
 
 
-def quantise(module: nn.Module, values: torch.Tensor) -> None:
-    """Replace a weight that `outline` has prepared with the quantised one, computed from `values` on their device."""
+def quantize(module: nn.Module, values: torch.Tensor) -> None:
+    """Replace a weight that `outline` has prepared with the quantized one, computed from `values` on their device."""
     outlined: Any = module._parameters["weight"]
     if hasattr(outlined, "quant_state"):
-        packed, state = _quantise_4bit(values, outlined)
+        packed, state = _quantize_4bit(values, outlined)
         weight = type(outlined)(
             packed,
             requires_grad=False,
@@ -192,17 +192,17 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
     expose_scales(module)
 
 
-def dequantised(module: nn.Module) -> torch.Tensor:
-    """Return the dequantised weight of a module. The weight must be unsharded."""
+def dequantized(module: nn.Module) -> torch.Tensor:
+    """Return the dequantized weight of a module. The weight must be unsharded."""
     functional = bitsandbytes()
     weight: Any = module._parameters["weight"]
     is_4bit = hasattr(weight, "quant_state")
-    dequantise = functional.dequantize_4bit if is_4bit else functional.int8_vectorwise_dequant
-    values: torch.Tensor = dequantise(weight.data, weight.quant_state if is_4bit else module._parameters["SCB"])
+    dequantize = functional.dequantize_4bit if is_4bit else functional.int8_vectorwise_dequant
+    values: torch.Tensor = dequantize(weight.data, weight.quant_state if is_4bit else module._parameters["SCB"])
     return values
 
 
-def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
+def _quantize_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
     """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` does, bit for bit, in pieces."""
     functional = bitsandbytes()
     parts = Part("codes", "uint8", 2), Part("scales", "float32", outlined.blocksize)
@@ -223,22 +223,22 @@ def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, A
 
 
 class QuantizedWeight(ParameterKind):
-    """The kind of weights that bitsandbytes has quantised, and of their scales."""
+    """The kind of weights that bitsandbytes has quantized, and of their scales."""
 
     is_exact = True
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a quantised weight or one of its scales."""
+        """Return whether the tensor is a quantized weight or one of its scales."""
         return is_exact(tensor)
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
-        """Turn the scales of quantised weights into parameters."""
+        """Turn the scales of quantized weights into parameters."""
         if is_read_later:  # weights not yet read from files have no scales
             outline(model)
         expose_scales(model)
 
     def place(self, module: nn.Module, device: torch.device) -> None:
-        """Move the code books of a module's quantised weight to the device."""
+        """Move the code books of a module's quantized weight to the device."""
         place_tables(module, device)
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:

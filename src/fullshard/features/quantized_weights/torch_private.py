@@ -7,7 +7,7 @@ import torch
 from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
 
 parse_to = torch._C._nn._parse_to
-"""Parses the device and dtype arguments of `to()`. Otherwise, bitsandbytes would quantise twice. Since torch 2.0."""
+"""Parses the device and dtype arguments of `to()`. Otherwise, bitsandbytes would quantize twice. Since torch 2.0."""
 
 
 def wrapper(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ The ranks do not send messages. Each rank writes to memory that the other ranks 
                       location. It sums its own interval over all ranks in pairs (`comm.gloo.average`), so the result
                       is deterministic. If the sum uses a wider dtype, the values are cast as they are read.
 
-The other code synchronises the ranks. A rank counts how often it has offered and freed each bucket, and how many
+The other code synchronizes the ranks. A rank counts how often it has offered and freed each bucket, and how many
 gradients it has posted and read. Main weights change only when no other rank can still be reading them; see
 `wait_for_readers`.
 """
@@ -74,7 +74,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
 
 class SharedBuckets:
-    """The unsharded buckets, which are in rank 0's file, and the counters that synchronise access to them.
+    """The unsharded buckets, which are in rank 0's file, and the counters that synchronize access to them.
 
     Attributes:
         offered, freed: how often each rank has offered and freed each bucket, shape (ranks, buckets). Each rank writes

@@ -32,7 +32,7 @@ class BufferPool:
         self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor of shape (numel,)."""
+        """Return an uninitialized tensor of shape (numel,)."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = round_up(numel * dtype.itemsize, mmap.PAGESIZE)

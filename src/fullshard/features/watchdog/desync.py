@@ -136,7 +136,7 @@ class DesyncDetection(Extension):
         WATCHDOG.forget_failures(self._mesh.groups)
 
     def message(self) -> bytes:
-        """Return nine bytes that summarise what this rank has done since the last optimizer step."""
+        """Return nine bytes that summarize what this rank has done since the last optimizer step."""
         launched = set(self.model.backward.reducer.order.launched)
         self._ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         entered = zlib.crc32(struct.pack(f"={len(self._ran)}I", *[unit.number for unit in self._ran]))

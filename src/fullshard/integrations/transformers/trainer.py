@@ -176,7 +176,7 @@ class ShardedTraining:
         return batches
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the number of labels that count towards the loss, exactly. In bf16, a division would round it."""
+        """Return the number of labels that count toward the loss, exactly. In bf16, a division would round it."""
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 

@@ -10,7 +10,7 @@ from fullshard.config.load import load_file
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.core.errors import ConfigError
 
-_HONOURED = {
+_HONORED = {
     *("sharding.strategy", "sharding.shard_size", "sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel"),
     *("sharding.activation_checkpointing", "precision.mode", "precision.param_dtype"),
 }
@@ -63,7 +63,7 @@ class XlaSettings:
         for path, setting in found.settings.items():
             if path in _REFUSED and setting.value:
                 raise ConfigError(f"{setting.origin}: {setting.key}: {_REFUSED[path]}", hint="remove it")
-            if path.startswith(("sharding.", "precision.")) and path not in {*_HONOURED, *_REFUSED}:
+            if path.startswith(("sharding.", "precision.")) and path not in {*_HONORED, *_REFUSED}:
                 text = f"{setting.origin}: {setting.key} has no effect under PyTorch/XLA, whose compiler decides it"
                 warnings.warn(text, stacklevel=2)
         compute = precision.mode if precision.mode != "no" else str(precision.param_dtype or "no")

@@ -2,7 +2,7 @@
 
 Files, words and variables are in `tests/config`, hosts and ports in the tests of `fullshard launch`.
 
-pytest tests/api/test_accelerate_behaviour.py
+pytest tests/api/test_accelerate_behavior.py
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_checkpointing_without_units_is_refused() -> None:
         Plugin(auto_wrap_policy="NO_WRAP", activation_checkpointing=True, fsdp_version=2)
 
 
-def test_ram_efficient_loading_without_synchronisation_as_texts() -> None:
+def test_ram_efficient_loading_without_synchronization_as_texts() -> None:
     with pytest.raises(ConfigError, match="would train on empty weights"):
         flags(fsdp_cpu_ram_efficient_loading="true", fsdp_sync_module_states="false")
 
