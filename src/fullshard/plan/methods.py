@@ -36,9 +36,10 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             hint="set method to lora, or remove quantize",
         )
     if job.method == "full":
-        if all(p.exact or p.dtype == job.main_dtype for p in model.parameters):
+        dtype = job.main_dtype
+        if all(p.exact or p.dtype == dtype for p in model.parameters):
             return model
-        return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype=job.main_dtype)])
+        return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype=dtype)])
     wanted, folded = _targets(model, job)
     if folded and job.lora_dropout:
         raise ConfigError(

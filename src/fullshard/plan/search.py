@@ -255,8 +255,12 @@ class _Search:
         most = frozenset(self._saving) - _ONE_OF - {without}
         last = [name for name in self._saving if name in _ONE_OF][-1:]
         fullest = (self._candidate(way, most | options) for options in ({*last}, {"step"} & {*self._saving}))
-        known = [candidate for candidate in fullest if candidate is not None]
-        return not known or any(self._may_fit(candidate.needed) for candidate in known)
+        is_known = False
+        for candidate in fullest:  # the second is built only if the first does not fit
+            if candidate is not None and self._may_fit(candidate.needed):
+                return True
+            is_known |= candidate is not None
+        return not is_known
 
     def _may_fit(self, needed: float) -> bool:
         return needed * (1 - _SLACK) <= self._margin * self._cluster.device.memory
