@@ -96,7 +96,7 @@ def test_float32_with_grouped_heads_has_no_kernel() -> None:
         return "; ".join(n for n in notes_of(plan("Llama-3.1-8B", devices, **job | changes)) if "keep scores" in n)
 
     assert says() == says(attention="flash")
-    assert "8 heads of keys and values for 32" in says() and "in bf16 (--precision bf16) they do not" in says()
+    assert "8 key and value heads for 32" in says() and "in bf16 (--precision bf16) they do not" in says()
     assert not says(precision="bf16") + says(attention="eager") + says(devices="2xcpu")
 
 

@@ -227,7 +227,7 @@ def test_published_figures(row: Row) -> None:
         ("Mistral-7B", {"cp": 2}, "no sliding window, but layers of Mistral-7B have one of 4096"),
         ("gpt-oss-20b", {"cp": 2}, "no sliding window"),
         ("Qwen3-Next-80B-A3B", {"sp": 2}, "carry a state through the sequence"),
-        ("Qwen2.5-7B", {"sp": 8}, "28 heads of queries and 4 of keys and values"),
+        ("Qwen2.5-7B", {"sp": 8}, "28 query heads and 4 key and value heads"),
         ("Llama-3.1-8B", {"ep": 2}, "Llama-3.1-8B has none"),
         ("Llama-3.1-8B", {"experts": "kernel"}, "experts kernel says how experts compute, but Llama-3.1-8B has none"),
         ("Mixtral-8x7B", {"ep": 16}, "the 8 experts of Mixtral-8x7B cannot be divided evenly among 16 ranks"),

@@ -148,7 +148,7 @@ class FullyShardedDataParallelPlugin:
             self.show(self.config())
 
     def said(self, name: str) -> Any:
-        """Return a field's value if it was set explicitly, or None, even if the field shows the launcher's value."""
+        """Return a field's value if it was set explicitly, otherwise None. The launcher's value does not count."""
         value, filled = getattr(self, name), vars(self)["filled"]
         return None if name in filled and value == filled[name] else value
 

@@ -63,7 +63,7 @@ class TensorEntry:
 
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return `entries` in a file's order: wide elements first, which aligns all, and among these single elements."""
+    """Return `entries` in a file's order: widest dtypes first, for alignment; within a dtype, single elements first."""
     return sorted(entries, key=lambda entry: order_key(entry.dtype, entry.shape))
 
 

@@ -17,7 +17,7 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Return the input embedding and the output head, so that each of them can become a unit.
 
     Otherwise, they belong to the outermost unit. That unit stays unsharded during a complete step, and its gradient
-    stays in memory during the complete backward. With a large vocabulary, they would be most of that unit.
+    stays in memory during the complete backward. With a large vocabulary, they make up most of that unit.
 
     Raises:
         WrapError: The model does not identify them, they share a weight, or one of them is already a unit.

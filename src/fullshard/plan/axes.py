@@ -250,7 +250,7 @@ def _check_attention(model: ModelShape, job: Job, cluster: Cluster, axes: str) -
     for block in blocks:
         if block.heads % job.sp or (block.kv_heads % job.sp and job.sp % block.kv_heads):
             raise ConfigError(
-                f"sp {job.sp}: {model.name} has {block.heads} heads of queries and {block.kv_heads} of keys and values "
+                f"sp {job.sp}: {model.name} has {block.heads} query heads and {block.kv_heads} key and value heads "
                 "per rank, expected an sp that divides both, or divides the first and is a multiple of the second",
                 hint="choose another sp, or use cp",
             )

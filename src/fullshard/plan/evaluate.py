@@ -320,7 +320,7 @@ def _attention_note(plan: Plan) -> str:
     job, device = plan.job, plan.cluster.device
     if device.is_cpu or not (found := _without_kernel(plan, job)):
         return ""
-    heads = f"{found[0].kv_heads} heads of keys and values for {found[0].heads} heads of queries"
+    heads = f"{found[0].kv_heads} key and value heads for {found[0].heads} query heads"
     note = (
         f"on a {device.name} PyTorch has no fused attention in {job.compute_dtype} with {heads}, so layers keep scores"
     )

@@ -63,7 +63,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Return whether ranks compute on the host's CPU. All their work then takes the host's time."""
+        """Return whether ranks compute on the host's CPU. If they do, all their work takes CPU time."""
         return self.framework == 0
 
     @property

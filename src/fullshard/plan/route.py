@@ -29,7 +29,7 @@ class Route(Enum):
 
     @property
     def widens(self) -> bool:
-        """Return whether the reduction itself casts gradients, which are then collected in their original dtype."""
+        """Return whether the reduction casts gradients. If it does, gradients are collected in their original dtype."""
         return self is Route.SHARED_MEMORY
 
     @property

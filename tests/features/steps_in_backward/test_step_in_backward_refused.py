@@ -56,7 +56,7 @@ def test_a_second_backward() -> None:
     model, optimizer = stepping()
     run_backward(model, 0)
     with pytest.raises(
-        LifecycleError, match=r"a second backward ran before optimizer.step\(\), but AdamW has already stepped"
+        LifecycleError, match=r"a second backward ran before optimizer.step\(\), but AdamW already stepped"
     ):
         run_backward(model, 1)
     optimizer.step()

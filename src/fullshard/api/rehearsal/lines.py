@@ -87,7 +87,7 @@ class Links:
         torch_private.wait_on_device(begun, slower + latency)
 
     def reserve(self, message: Collective, earliest: float) -> tuple[float, float, float]:
-        """Return when a message begins and ends that follows those before it, and its seconds of the processor."""
+        """Queue a message after the earlier ones. Return when it begins and ends, and its CPU time in seconds."""
         sending, latency = self.seconds(message)
         link = sending.index(max(sending))
         begin = max(earliest, self._sent_at[link])

@@ -145,7 +145,7 @@ def _objects(directory: Path, root: Any) -> list[StoredObject]:
     for name, record in root["state_dict_metadata"].items():
         path = tuple(planner.get(name, (name,)))
         if not isinstance(name, str) or not path or not all(isinstance(part, str | int) for part in path):
-            raise ValueError(f"the entry {name!r:.80} has no name")
+            raise ValueError(f"the entry {name!r:.80} does not have a valid name")
         kind = type(record).__name__
         if kind == "BytesStorageMetadata":
             boxes = tuple(_box((), (), info) for _, info in places.get(name, ()))

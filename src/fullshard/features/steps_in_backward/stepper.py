@@ -157,7 +157,7 @@ class Stepper:
         name = type(optimizer).__name__
         if model in self._stepped:
             raise LifecycleError(
-                f"a second backward ran before optimizer.step(), but {name} has already stepped in the first one",
+                f"a second backward ran before optimizer.step(), but {name} already stepped during the first backward",
                 hint=_HALF_DONE,
             )
         if not model.is_last_backward:

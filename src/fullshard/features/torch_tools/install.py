@@ -133,9 +133,7 @@ def _norm_of(
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
-        )
+        raise RuntimeError(f"the gradients cannot be clipped: their total norm of order {norm_type} is {total.item()}")
     return total
 
 
