@@ -16,16 +16,18 @@ Sources, by repository and commit:
                   speed of an `rl` run is its tokens divided by its step's time, as its throughput counts waiting.
                   Weights are float32, frozen ones, too; an `rl` run computes its loss in chunks, and with LoRA holds
                   the adapters of four runs, one of which is trained. `prime_rl_seconds` has what else `rl` runs of
-                  January do. Runs of June have new defaults: inputs of layers and optimizer state are on the host
-                  (c5afcaa2, configs/trainer.py). With LoRA on a B200, experts are a loop (d8f290ef,
-                  layers/lora/multi_moe.py: grouped products only on Hopper). Dense models are Transformers'
-                  (trainer/models/__init__.py). Mixtures are not: their attention gets the sequences' lengths, so a
-                  compiler does compile these layers, whereas the plan leaves them uncompiled
+                  January do. AdamW is torch's default, which is not fused (trainer/optim.py). Runs of June have new
+                  defaults: inputs of layers and optimizer state are on the host (c5afcaa2, configs/trainer.py). With
+                  LoRA on a B200, experts are a loop (d8f290ef, layers/lora/multi_moe.py: grouped products only on
+                  Hopper). Dense models are Transformers' (trainer/models/__init__.py). Mixtures are not: their
+                  attention gets the sequences' lengths, so a compiler does compile these layers, whereas the plan
+                  leaves them uncompiled
     YaFSDP        yandex/YaFSDP 669fc366, README.md, the column of FSDP1, seconds turned into tokens per second. The
                   network is not named. Runs that checkpoint a part of the layers are left out: no plan does that
-    Automodel     NVIDIA-NeMo/Automodel 36044ad3, docs/performance-summary.mdx and the configurations it names: runs
-                  that a plan covers, so without pipelines, and without tensor parallelism beside LoRA. Its gate is
-                  balanced
+    Automodel     NVIDIA-NeMo/Automodel 36044ad3, docs/performance-summary.mdx: runs that a plan covers, so without
+                  pipelines, and without tensor parallelism beside LoRA. Its gate is balanced. Mixtures are configured
+                  as when their figures were published (2c236e08 of October 2025, examples/benchmark/configs; gpt-oss
+                  has FlexAttention, planned as `flash`). Adam is not fused, and their loss does not cast
     torchtitan    pytorch/torchtitan b5bcd76c, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, bfloat16, without
                   asynchronous tensor parallelism. Its H100 are of 96 GB and 2.4 TB/s, held to 500 W
     Answer.AI     AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md: seconds for 1,024 samples of the given length. Its 3090
@@ -86,6 +88,7 @@ REASONS = {
     "experts": "experts as batched products, all as large as the busiest expert's, behind a router that is not trained",
     "folded": "a loop over experts in which adapters are separate products; the plan adds them to the weights first",
     "full": "states of 60 GiB leave the allocator of an 80 GB card little room",
+    "hosts": "two hosts, whose network is not named; on one host, the same run is 0.96",
     "loops": "adapters of four runs as a loop, which waits for the device several times per layer",
     "network": "2,048 tokens do not hide gathers, and the network is unknown; the plan takes 200 Gb/s per device",
     "routing": "2 s of a step; the cause is unknown",
@@ -95,9 +98,9 @@ REASONS = {
 Most name a difference that was not measured."""
 
 REACHED = {
-    "speed": {"dense": 0.09, "moe": 0.13, "small": 0.08, "short": 0.13, "compiled": 0.08, "lora": 0.10, "qlora": 0.11,
+    "speed": {"dense": 0.09, "moe": 0.13, "small": 0.09, "short": 0.13, "compiled": 0.09, "lora": 0.10, "qlora": 0.11,
               "amd": 0.17, "wires": 0.12, "transformer-engine": 0.12},
-    "alone": {"dense": 0.08, "moe": 0.17, "small": 0.16, "short": 0.13, "compiled": 0.09, "lora": 0.10, "qlora": 0.11,
+    "alone": {"dense": 0.07, "moe": 0.15, "small": 0.16, "short": 0.13, "compiled": 0.10, "lora": 0.10, "qlora": 0.11,
               "amd": 0.17, "wires": 0.12, "transformer-engine": 0.12},
     "memory": {"dense": 0.04, "moe": 0.04, "small": 0.04, "short": 0.03, "compiled": 0.04, "lora": 0.03, "qlora": 0.05,
                "wires": 0.04},

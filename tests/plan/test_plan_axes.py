@@ -173,13 +173,12 @@ class Row:
 TITAN = (
     "torchtitan, docs/performance.md of 2024-12 (ring, gathered), linear layers in float8, which the plan has in bf16"
 )
-AUTOMODEL = "NeMo Automodel, performance summary of 2026-06, Transformer Engine and DeepEP, balanced on purpose"
+AUTOMODEL = "NeMo Automodel, summary and configurations of 2025-10, Transformer Engine, DeepEP, balanced on purpose"
 ULYSSES = "Hugging Face's article on Ulysses of 2026-03 (ZeRO-3, FlashAttention 2), as others quote it"
 _RING = {"compile": True, "checkpointing": "full"}
-_EXPERTS = {"seq_len": 4096, "ep_imbalance": 1.0, "loss": "kernel", "compile": True, "strategy": "SHARD_GRAD_OP"}
-_EXPERTS |= {"experts": "kernel", "attention": "flash3"}
+_EXPERTS = {"seq_len": 4096, "ep_imbalance": 1.0, "loss": "plain", "compile": True, "optimizer": "adamw"}
+_EXPERTS |= {"experts": "kernel", "attention": "flash", "base_dtype": "bfloat16", "precision": "no"}
 _UNEVEN = "each block of attention after the first takes 1.7 times as long as it (docs/planning.md)"
-_FLEX = "unknown; FlexAttention is planned as version 2 of flash attention"
 ROWS = [
     Row("8B, 2 x 64k", "Llama-3.1-8B", "8xH100", {**_RING, "cp": 2, "seq_len": 65536}, 2540),
     Row("8B, 4 x 128k", "Llama-3.1-8B", "8xH100", {**_RING, "cp": 4, "seq_len": 131072}, 1071, reason=_UNEVEN),
@@ -187,12 +186,12 @@ ROWS = [
     Row("70B, cp 2", "Llama-3.1-70B", "64xH100",
         {**_RING, "cp": 2, "seq_len": 8192, "accumulation": 4, "attention": "flash3"}, 866.77),
     Row("gpt-oss-20b, ep 8", "gpt-oss-20b", "8xH100",
-        {**_EXPERTS, "ep": 8, "micro_batch": 2, "accumulation": 16, "strategy": "FULL_SHARD", "attention": "flash"},
-        13058, reason=_FLEX),
+        {**_EXPERTS, "ep": 8, "micro_batch": 2, "accumulation": 16, "checkpointing": "full"}, 13058),
     Row("gpt-oss-120b, ep 64", "gpt-oss-120b", "64xH100",
         {**_EXPERTS, "ep": 64, "micro_batch": 2, "accumulation": 4}, 7626),
     Row("Qwen3-30B-A3B, ep 8", "Qwen3-30B-A3B", "8xH100",
-        {**_EXPERTS, "ep": 8, "micro_batch": 4, "accumulation": 16, "checkpointing": "full"}, 12040),
+        {**_EXPERTS, "ep": 8, "micro_batch": 4, "accumulation": 16, "checkpointing": "full", "attention": "flash3",
+         "strategy": "SHARD_GRAD_OP"}, 12040),
     *(
         Row(f"Qwen3-4B, sp 4, {length}k", "Qwen3-4B", "4xH100",
             {"sp": 4, "seq_len": length * 1024, "checkpointing": "full"}, gb * 1e9, is_memory=True)
