@@ -136,6 +136,7 @@ def test_failures_and_restarts(tmp_path: Path) -> None:
     assert failure["rank"] == 1 and failure["how"] == "SIGKILL" and failure["pid"] != events[0]["pid"]
     assert failure["step"] == 4
     assert (restart["rank"], restart["number"], restart["of"]) == (None, 1, 1)
+    assert restart["message"] == "rank 1: SIGKILL"
     assert events[3]["attempt"] == 1
 
 

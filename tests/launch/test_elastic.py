@@ -150,6 +150,7 @@ def test_a_host_is_killed_and_another_comes(inputs: Path) -> None:
     restarts = [event["message"] for event in events if event["kind"] == "restart"]
     assert restarts == ["the set of hosts has changed"] * 2
     assert [event["kind"] for event in events if event["kind"] in ("shrink", "growth")] == ["shrink", "growth"]
+    assert ["is gone: " in event["message"] for event in events if event["kind"] == "failure"] == [True]
     assert "continuing with the remaining hosts" in said[0] and "is gone: its launcher was killed" in said[0]
     # Nothing was lost when it grew: the checkpoint is of the step that all ranks had come to.
     assert "another host has joined; the processes save" in said[0]

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.core.journal import read_journal
 from tests.launching import LAUNCH, TRAIN, alive, listening, norms, read, started, wait_until
 from tests.namespaces import cable_of, can_have_namespaces, ip, namespaces
 
 pytestmark = pytest.mark.skipif(not can_have_namespaces(), reason="network namespaces need root and the program `ip`")
 
+RECORD = "fullshard.record_events(directory / f'events{environment.rank // 2}')"
 GONE_SECONDS = 20
 """Within this time after the end of one host the other has ended too."""
 
@@ -67,6 +69,7 @@ def test_two_hosts_train_together_and_listen_on_one_address(hosts: list[str], jo
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_host_that_is_gone_ends_the_other(hosts: list[str], job: Path, killed: int) -> None:
+    (job / "train.py").write_text(f"import fullshard\n{TRAIN}".replace("torch.manual", f"{RECORD}\ntorch.manual"))
     first = started(*_command(hosts[0], job, 1000, 0.1), cwd=job)
     second = started(*_command(hosts[1], job, 1000, 0.1), cwd=job)
     with first as a, second as b:
@@ -81,6 +84,9 @@ def test_a_host_that_is_gone_ends_the_other(hosts: list[str], job: Path, killed:
     assert "is gone: " in last
     assert ("10.77.0.2" if killed == 1 else "10.77.0.1") in last
     assert "because of another host" in output
+    *_, event = read_journal(job / f"events{1 - killed}")
+    assert event["kind"] == "failure" and ("10.77.0.2" if killed else "10.77.0.1") in event["host"], event
+    assert event["message"] == last
 
 
 @pytest.mark.full

@@ -569,7 +569,7 @@ def test_a_server_that_is_gone_is_the_root_cause(pool: ThreadPoolExecutor) -> No
         server.close()
         until(lambda: host.root_cause, "the client learns of it")
         text = f"the launcher at 127.0.0.1:{where[1]} is gone: it was killed, or the network failed\n"
-        assert host.root_cause == RootCause(LOOPBACK, text)
+        assert host.root_cause == RootCause(LOOPBACK, text, gone=True)
         assert host.finish() == host.root_cause
 
 

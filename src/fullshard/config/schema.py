@@ -183,7 +183,7 @@ class LaunchConfig(Settings):
     monitor_interval: float = Field(default=0.1, gt=0, le=10**9)
     """Seconds between two checks of the processes."""
 
-    grace_period: float = Field(default=30.0, gt=0, le=10**9)
+    grace_period: float = Field(default=25.0, gt=0, le=10**9)
     """Seconds that processes have to save and exit after the launcher receives SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
 
     timeout: float | None = Field(default=None, gt=0, le=10**9)

@@ -151,7 +151,7 @@ def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
         except Exception as error:
             raised = error
             outcome = [(None, _picklable(error))]
-    with waiting_for_all("a task of rank 0"):
+    with waiting_for_all("sharing a result of rank 0"):
         dist.broadcast_object_list(outcome, src=0, device=object_device())
     result, received = outcome[0]
     if (failure := raised or received) is not None:

@@ -97,7 +97,7 @@ class LaunchJob:
 
 
 def launch_local(
-    module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 30.0
+    module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 25.0
 ) -> int:
     """Run a module that calls `run_worker` in `nproc` processes on this host. Return the exit code of `run_job`."""
     if nproc < 1:
@@ -250,7 +250,6 @@ class Agent(LocalElasticAgent):
             return PREEMPTED
         _show_cursor()
         if cause is not None and not cause.here:
-            # The other host has recorded it. Without a shared disk, this host's file does not contain it.
             say(f"{plural(self._job.nproc, 'process')} on this host ended because of another host:")
             _tell(self._told(cause))
             return 1
@@ -264,11 +263,13 @@ class Agent(LocalElasticAgent):
         JOURNAL.path = told_by_processes(self._preemption) or JOURNAL.path
         JOURNAL.note(kind, message, **details)
 
-    def _note_failure(self, rank: int, failure: ProcessFailure) -> None:
+    def _note_failure(self, rank: int, failure: ProcessFailure) -> str:
+        """Record the failure of a rank on this host. Return its message, or how the process ended."""
         message = left_report(failure)[0] or ""
         details = {"pid": failure.pid, "how": how_it_ended(failure), "cause_rank": cause_of(message, rank)}
         step = read_status(self._preemption / f"status-{failure.pid}")[2]
         self._note(Happening.FAILURE, message, rank=rank, step=step, **details)
+        return f"rank {rank}: {message or how_it_ended(failure)}"
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
         last = read_status(self._preemption / f"status-{failure.pid}")[0]
@@ -279,7 +280,12 @@ class Agent(LocalElasticAgent):
         return text + (self._scene.done_early(self._ranks, self._world_size) if is_of_a_loss(text) else "")
 
     def _told(self, cause: RootCause) -> str:
-        """Return the report of another host's failure, and for a hang the stacks of this host's missing ranks."""
+        """Return the report of another host's failure, and for a hang the stacks of this host's missing ranks.
+
+        Record a lost host. Other failures have been recorded by their host, in a file that this one may not have.
+        """
+        if cause.lost or cause.gone:
+            self._note(Happening.FAILURE, cause.text.strip(), host=cause.host, pid=None)
         return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:
@@ -398,18 +404,19 @@ class Agent(LocalElasticAgent):
         for late in self._heard_late:
             if had_listened or late.name not in _MESSAGES:
                 raise SignalException(f"signal {late}", sigval=late)
-        cause = self._cause
+        cause, why = self._cause, ""
         if cause is not None and not cause.here:
             _tell(self._told(cause))
+            why = cause.text.strip()
         elif self._failures:
             rank, failure = root_cause(self._failures, self._scene.ended)
             _tell(self._report(rank, failure, self._failures))
-            self._note_failure(rank, failure)
+            why = self._note_failure(rank, failure)
         if self._is_regrouping:
             self._is_regrouping = False
             self._note(Happening.RESTART, "the set of hosts has changed")
         else:
-            self._note(Happening.RESTART, number=number, of=self._job.launch.max_restarts)
+            self._note(Happening.RESTART, why.partition("\n")[0], number=number, of=self._job.launch.max_restarts)
             say(f"restarting all processes ({number} of {self._job.launch.max_restarts} restarts)")
         # Drop the last references: the next store on a fixed port can only listen once this one is closed.
         worker_group.store = None
@@ -422,10 +429,10 @@ class Agent(LocalElasticAgent):
         self._scene.look(self._processes, is_over=True)
         least = 0.0 if is_late else AGAIN_SECONDS if self._asked else _HANG_SECONDS
         text = self._scene.hung(self._ranks, self._world_size, least)
-        if self._asked:
-            why = "the grace period ended" if is_late else f"a second signal ({number.name}) arrived"
-            cause = {"cause_rank": int(found[1])} if (found := re.match(r"\nrank (\d+)", text)) else {}
-            self._note(Happening.PREEMPTION, f"{why} before the checkpoint was saved{text}", **cause)
+        why = "the grace period ended" if is_late else f"a second signal ({number.name}) arrived"
+        why = f"{why} before the checkpoint was saved" if self._asked else f"{number.name} ended the run without a save"
+        cause = {"cause_rank": int(found[1])} if (found := re.match(r"\nrank (\d+)", text)) else {}
+        self._note(Happening.PREEMPTION, f"{why}{text}", **cause)
         _tell(text)
 
     def _exit_barrier(self) -> None:

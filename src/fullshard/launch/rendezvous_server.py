@@ -76,6 +76,7 @@ class RootCause:
     text: str
     here: bool = False  # whether the failure was on this host
     lost: bool = False  # whether the host was lost instead of reporting a failure
+    gone: bool = False  # whether the lost host is the one where the others meet
 
 
 def _proof(token: str, challenge: bytes) -> bytes:
@@ -559,7 +560,8 @@ class RendezvousClient:
                 connection.close()
                 if self._running and not self._done:
                     text = f"the launcher at {_shown(self._where)} is gone: it was killed, or the network failed\n"
-                    self._running, self.root_cause = False, self.root_cause or RootCause(self._where[0], text)
+                    gone = RootCause(self._where[0], text, gone=True)
+                    self._running, self.root_cause = False, self.root_cause or gone
             self._changed.notify_all()
 
     def _handle(self, connection: Connection, kind: str, message: dict[str, Any]) -> None:
