@@ -92,6 +92,27 @@ def test_a_killed_rank_is_named(run: Path) -> None:
     assert re.search(r"^restarts +1$", text, re.MULTILINE), text
 
 
+def test_the_last_trouble_of_a_run(run: Path) -> None:
+    """A wait names both ranks. A signal shows the rank that hung. Trouble before the last start is over at the end."""
+
+    def shown() -> dict[str, str]:
+        return {line[:16].strip(): line[16:] for line in watched(run, "--once")[1].splitlines()}
+
+    journal = Journal(run / "events.jsonl", rank=0)
+    journal.note(Happening.WAITING, "rank 2 is running, at a.py:3; rank 0 has waited 30 s", cause_rank=2)
+    assert re.fullmatch(r"waiting at 20\S+Z: rank 2 is running, at a.py:3; rank 0 has .*", shown()["last trouble"])
+    journal.note(Happening.PREEMPTION, "SIGTERM ended the run without a save\nrank 2 of 4 was running", cause_rank=2)
+    assert shown()["ended"] == "stopped by a signal after step 30: SIGTERM ended the run without a save"
+    assert shown()["last trouble"].endswith("Z: SIGTERM ended the run without a save; rank 2 of 4 was running")
+    journal.note(Happening.START)
+    journal.note(Happening.FAILURE, f"no answer {'words ' * 90}", rank=3, how="exit code 1", cause_rank=1)
+    assert re.fullmatch(r"failure of rank 1, reported by rank 3 at 20\S+Z: exit code 1", shown()["last trouble"])
+    journal.note(Happening.START)
+    assert shown()["last trouble"].endswith(" words ...") and "ended" not in shown()
+    journal.note(Happening.END)
+    assert "last trouble" not in shown()
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "ended"),
     [

@@ -10,6 +10,9 @@ import copy
 import importlib
 import inspect
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -36,7 +39,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fullshard.launch import torch_private as launcher
 
@@ -1057,3 +1060,29 @@ def kernels_that_wait() -> None:
         ends.record()
         ends.synchronize()
         assert 50 <= begins.elapsed_time(ends) < 60
+
+
+class Slow(Dataset[int]):
+    """Its only item is the worker's process id."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.5)
+        return os.getpid()
+
+
+@check("awaited_worker")
+def awaited_worker() -> None:
+    found, trained = set[str](), threading.get_ident()
+
+    def look() -> None:
+        frame = sys._current_frames().get(trained)
+        while frame is not None:
+            found.add(torch_private.awaited_worker(frame))
+            frame = frame.f_back
+
+    threading.Timer(0.3, look).start()
+    (worker,) = DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")
+    assert f"worker 0 (process {int(worker)})" in found, found

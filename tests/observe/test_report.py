@@ -58,6 +58,7 @@ FAILED: list[dict[str, Any]] = [
     {"kind": "start", "world_size": 2},
     {"kind": "failure", "rank": 1, "how": "SIGKILL", "step": 7},
     {"kind": "restart", "number": 1, "of": 1},
+    {"kind": "waiting", "rank": 0, "cause_rank": 1, "message": "rank 1 is running"},
     {"kind": "start", "world_size": 2},
     {"kind": "failure", "rank": 1, "message": "ValueError: <script>alert(1)</script>\nsecond line", "step": 9},
 ]
@@ -112,6 +113,9 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     ):
         assert expected in page.texts, expected
     assert '<tr class="differs"><td>--lr</td>' in text and "<summary>1 by default</summary>" in text
+    assert re.search(r"waiting</td>\s*<td>\s*</td>\s*<td>1</td>\s*<td>reported by rank 0: rank 1 is running", text), (
+        text
+    )
     assert "SIGKILL" in text and text.count("<img") == 6
     rows = re.findall(r"<tr><td>(.*?)</td>", text[text.index("What differs") : text.index("The same in all runs")])
     assert rows == ["steps", "loss at the end", "waited for data", "blocked by checkpoints", "--lr"]

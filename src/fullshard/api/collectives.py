@@ -35,7 +35,7 @@ def broadcast_object(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    with waiting_for_all("an object of rank 0's"):
+    with waiting_for_all("sharing an object of rank 0"):
         dist.broadcast_object_list(box, src=0, device=object_device())
     return box[0]
 
@@ -46,7 +46,7 @@ def scatter_objects(values: list[T] | None) -> T:
         assert values is not None  # noqa: S101 -- this is rank 0
         return values[0]
     box: list[Any] = [None]
-    with waiting_for_all("an object of rank 0's"):
+    with waiting_for_all("sharing an object of rank 0"):
         dist.scatter_object_list(box, values, src=0)
     return cast("T", box[0])
 

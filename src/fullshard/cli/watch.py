@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import statistics
+import textwrap
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,7 +22,8 @@ from fullshard.core.sizes import format_nbytes
 if TYPE_CHECKING:
     from fullshard.observe.record import RunRecord
 
-_TROUBLE = ("failure", "skip", "slow", "shrink")
+_TROUBLE = ("failure", "skip", "slow", "shrink", "waiting")
+_LONGEST = 300
 _TYPICAL_STEPS = 20
 """The number of last steps whose median time predicts the end of the run."""
 _SILENT_SECONDS, _GONE_SECONDS = 180.0, 10.0
@@ -97,10 +99,14 @@ def _is_running(pid: Any, at: str) -> bool:
 def _state(run: RunRecord, lost: str | None) -> dict[str, Any]:
     """Return the outcome, the last line of `metrics.jsonl`, and the last save and trouble in `events.jsonl`."""
     state = {"outcome": run.outcome, "lost": lost, "step": run.steps[-1] if run.steps else None}
-    state |= {"save": None, "trouble": None}
-    for event in run.events:
-        state |= {"save": event} if event["kind"] == "save" else {"trouble": event} if event["kind"] in _TROUBLE else {}
-    return state
+    saves = [event for event in run.events if event["kind"] == "save"]
+    return state | {"save": saves[-1] if saves else None, "trouble": _trouble(run)}
+
+
+def _trouble(run: RunRecord) -> dict[str, Any] | None:
+    """Return the last event that is trouble, or None. What came before the last start is over if the run is done."""
+    events = run.events[run.begun if run.outcome == "done" else 0 :]
+    return next((one for one in reversed(events) if one["kind"] in _TROUBLE or "cause_rank" in one), None)
 
 
 def _rows(run: RunRecord) -> dict[str, str]:
@@ -123,13 +129,13 @@ def _rows(run: RunRecord) -> dict[str, str]:
     saves = [event for event in run.events if event["kind"] == "save"]
     rows["last checkpoint"] = f"{saves[-1].get('path', '')}, {saves[-1]['time']}" if saves else "none yet"
     rows["hosts"] = str(run.environment.get("hosts", ", ".join(sorted({str(event["host"]) for event in run.events}))))
-    trouble = [event for event in run.events if event["kind"] in _TROUBLE]
-    if trouble:
-        event = trouble[-1]
+    if (event := _trouble(run)) is not None:
         rank, cause = (event.get(name) if event["kind"] == "failure" else None for name in ("rank", "cause_rank"))
         by = f", reported by rank {rank}" if cause not in (None, rank) else ""
         rank = "" if rank is None else f" of rank {rank if cause is None else cause}{by}"
-        said = [str(event[name]) for name in ("how", "message") if event.get(name)]
-        rows["last trouble"] = ": ".join([f"{event['kind']}{rank} at {event['time']}", *said])[:300]
+        names = ("how",) if event is run.failure else ("how", "message")  # `ended` shows the message of a failure
+        said = [str(event[name]).replace("\n", "; ") for name in names if event.get(name)]
+        text = ": ".join([f"{event['kind']}{rank} at {event['time']}", *said])
+        rows["last trouble"] = textwrap.shorten(text, _LONGEST, placeholder=" ...")
     rows["restarts"] = str(sum(event["kind"] == "restart" for event in run.events) or "")
     return rows

@@ -123,7 +123,7 @@ class Mesh:
             return
         everything = self.all_gather_object(list(lines))
         one, other_one = self.ranks[0], self.ranks[different[0]]
-        pairs = zip_longest(everything[0], everything[different[0]], fillvalue="(nothing)")
+        pairs = zip_longest(everything[0], everything[different[0]], fillvalue="nothing more")
         first, other = next((a, b) for a, b in pairs if a != b)
         raise CommunicationError(
             f"ranks disagree about {what}: rank {one} has [{first}], but rank {other_one} has [{other}] "
@@ -146,6 +146,7 @@ def join_process_group(**options: Any) -> None:
         )
     with PROGRESS.watcher.joining():
         dist.init_process_group(**options)
+    PROGRESS.watcher.watch((), current())  # the others may wait for this rank before it makes a mesh
 
 
 def joined_world_size() -> int:
@@ -212,8 +213,11 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     sends_from_host = "cpu" in dist.Backend.backend_capability.get(dist.get_backend(), ())
     # Use the default group itself if it is written in Python and sends from the host: ranks may be threads.
     backend = None if is_python and sends_from_host else "gloo"
-    control = dist.new_group(backend=backend, timeout=timeout) if len(ranks) > 1 else None
-    shard, replicate, reduce = (_own_group(lists, timeout) for lists in (rows, columns, rows))
+    with Waiting("making process groups", [_world()]):
+        if len(ranks) > 1 and torch_private.backend_of(_world(), torch.device("cpu")) is not None:
+            _meet(timeout)
+        control = dist.new_group(backend=backend, timeout=timeout) if len(ranks) > 1 else None
+        shard, replicate, reduce = (_own_group(lists, timeout) for lists in (rows, columns, rows))
     if replicate is not None and shard is not None:
         axes = ("replicate", "shard")
         device_mesh = DeviceMesh.from_group([replicate, shard], device.type, torch.tensor(rows), mesh_dim_names=axes)
@@ -221,6 +225,14 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
         device_mesh = DeviceMesh.from_group(shard or replicate or _world(), device.type)
     world = _world() if len(ranks) > 1 else None
     return _of_groups(device, device_mesh, ranks, world, control, shard, reduce, replicate)
+
+
+def _meet(timeout: timedelta) -> None:
+    """Wait for all ranks by a message from the host. Unlike torch's wait for its store, this one can be ended."""
+    options = dist.AllreduceOptions()
+    options.timeout = timeout
+    with torch_private.without_transforms(), torch_private.uncounted():
+        _world().allreduce([torch.zeros(1, device="cpu")], options).wait()
 
 
 def _of_groups(

@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,3 +275,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         return group._get_backend(device)
     except RuntimeError:
         return None
+
+
+def awaited_worker(frame: FrameType) -> str:
+    """Return the data loader's worker that a frame waits for, or "": hangs are told without it. Since torch 2.0."""
+    with suppress(AttributeError, LookupError):
+        if frame.f_code.co_filename.endswith("/torch/utils/data/dataloader.py"):
+            loader = frame.f_locals["self"]
+            number = loader._task_info[loader._rcvd_idx][0]
+            return f"worker {number} (process {loader._workers[number].pid})"
+    return ""

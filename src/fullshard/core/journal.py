@@ -41,6 +41,7 @@ class Happening(StrEnum):
     GROWTH = "growth"
     REPLICA = "replica"
     SLOW = "slow"
+    WAITING = "waiting"
     END = "end"
 
 

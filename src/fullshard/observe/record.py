@@ -112,27 +112,34 @@ class RunRecord:
         kinds = [event["kind"] for event in self.events]
         if kinds and kinds[-1] == "end":
             return "done"
-        if self._failure is not None:
+        if self.failure is not None:
             return "failed"
         return "stopped" if kinds and kinds[-1] == "preemption" else "unknown"
 
     @property
-    def _failure(self) -> dict[str, Any] | None:
-        kinds = [event["kind"] for event in self.events]
-        begun = max((number for number, kind in enumerate(kinds) if kind in ("start", "restart")), default=0)
-        return next((event for event in self.events[begun:] if event["kind"] == "failure"), None)
+    def failure(self) -> dict[str, Any] | None:
+        """Return the first failure since the last start, or None."""
+        return next((event for event in self.events[self.begun :] if event["kind"] == "failure"), None)
+
+    @property
+    def begun(self) -> int:
+        """Return the number of events before the last start."""
+        kinds = enumerate(event["kind"] for event in self.events)
+        return max((number for number, kind in kinds if kind in ("start", "restart")), default=0)
 
     @property
     def state(self) -> str:
         """Return a short text that says whether the run is done, has failed or was stopped, and after which step."""
-        last, failure = self.steps[-1]["step"] if self.steps else 0, self._failure or {}
+        last, failure = self.steps[-1]["step"] if self.steps else 0, self.failure or {}
         after, count = (f" after step {last}", plural(last, "step")) if self.steps else ("", "unknown step")
-        why = str(failure.get("message") or failure.get("how") or "").partition("\n")[0]
+        how = f"rank {failure.get('rank')}: {failure.get('how', '')}"
+        told = str(failure.get("message") or how) if failure else str((self.events or [{}])[-1].get("message", ""))
+        why = "" if told.startswith("saved and stopped") else told.partition("\n")[0]
         further = "; the record does not show whether the run continues" if self.events else ""
         return {
             "done": f"done, {count}",
             "failed": f"failed{after}: {why}",
-            "stopped": f"stopped by a signal{after}",
+            "stopped": f"stopped by a signal{after}{why and f': {why}'}",
             "unknown": f"{count}{further}",
         }[self.outcome]
 

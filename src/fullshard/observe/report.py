@@ -16,7 +16,7 @@ from fullshard.core.version import __version__
 from fullshard.observe.plots import Line, line_chart, rehearsal_chart, require_plots
 from fullshard.observe.record import RunRecord, read_runs
 
-_TROUBLE = ("failure", "restart", "skip", "preemption", "shrink", "growth", "replica", "slow")
+_TROUBLE = ("failure", "restart", "skip", "preemption", "shrink", "growth", "replica", "slow", "waiting")
 _MOST_ROWS, _LONGEST = 200, 300
 _COURSE = (
     ("Loss", "nats per token", "loss"),
@@ -146,7 +146,7 @@ def _charts(runs: Sequence[RunRecord]) -> list[tuple[str, float, str]]:
 
 def _trouble(run: RunRecord) -> Rows:
     return [
-        (event["time"], event["kind"], _value(event.get("step")), _value(event.get("rank")), _details(event))
+        (event["time"], event["kind"], _value(event.get("step")), _value(_cause(event)), _details(event))
         for event in reversed(run.events)
         if event["kind"] in _TROUBLE
     ]
@@ -171,9 +171,17 @@ def _environment(runs: Sequence[RunRecord]) -> Rows:
     return [(name, *(_value(run.environment.get(name)) for run in runs)) for name in names]
 
 
+def _cause(event: dict[str, Any]) -> object:
+    """Return the rank that caused an event, or else the rank that reported it."""
+    return event.get("rank") if event.get("cause_rank") is None else event["cause_rank"]
+
+
 def _details(event: dict[str, Any]) -> str:
-    known = ("time", "kind", "rank", "host", "pid", "step", "message")
-    further = ", ".join(f"{name} {_value(value)}" for name, value in event.items() if name not in known)
+    known = ("time", "kind", "rank", "host", "pid", "step", "message", "cause_rank", "how")
+    reporter = event.get("rank") if event.get("rank") != _cause(event) else None
+    told = {"": event.get("how"), "reported by rank ": reporter}
+    told |= {f"{name} ": value for name, value in event.items() if name not in known}
+    further = ", ".join(f"{name}{_value(value)}" for name, value in told.items() if value is not None)
     return ": ".join(part for part in (further, _value(event.get("message"))) if part)
 
 

@@ -554,7 +554,7 @@ COLLECTIVES: dict[str, Any] = {
     "the end of a barrier": lambda: ProcessState.start(device="cpu").barrier(),
     "gathering objects": lambda: collectives.gather(torch.ones(2)),
     "reducing tensors": lambda: collectives._reduce_tensor(torch.ones(2), "sum", 1.0),
-    "an object of rank 0's": lambda: collectives.broadcast_object("something") if dist.get_rank() else None,
+    "sharing an object of rank 0": lambda: collectives.broadcast_object("something") if dist.get_rank() else None,
 }
 
 
@@ -563,7 +563,7 @@ def fail_before(what: str, directory: str) -> str:
     rank, _ = rank_and_size()
     model: Any = Failing()
     model = shard_model(model, unit_modules=list(model.layers))
-    fails = 0 if what == "an object of rank 0's" else 1
+    fails = 0 if what == "sharing an object of rank 0" else 1
     for where in ("", "the end of a forward" if rank == fails else ""):
         model.where = where
         with contextlib.suppress(ArithmeticError):
@@ -586,7 +586,7 @@ def test_who_waits_in_a_collective_is_told_of_an_error(what: str, tmp_path: Path
     """Long before the 60 s of its group are over."""
     begin = time.monotonic()
     found = run_ranks(fail_before, 2, what, str(tmp_path))
-    waits = int(what == "an object of rank 0's")
+    waits = int(what == "sharing an object of rank 0")
     error = r"rank {} had an error in a forward \(ArithmeticError\('on this rank only'\)\) that rank {} did not have"
     assert re.match(f"rank {waits}, {what}: {error.format(1 - waits, waits)}", found[waits]), found
     assert time.monotonic() - begin < 40

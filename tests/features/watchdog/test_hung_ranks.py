@@ -142,8 +142,10 @@ def test_of_a_rank_whose_loader_hangs_the_line_of_the_script_is_named(tmp_path: 
     (tmp_path / "load.py").write_text(LOADS)
     with started(*LAUNCH, "--num_processes", "2", "--cpu", "load.py", cwd=tmp_path) as launcher:
         output, _ = launcher.communicate(timeout=120)
-    called = r"called from load.py:\d+ in train, called from load.py:\d+ in <module>; it did the outermost unit, "
-    assert re.search(rf"rank 1 \(process \d+ on \S+\) is running, at \w+.py:\d+ in \w+, {called}", output), output
+    called = r"at load.py:\d+ in train, called from load.py:\d+ in <module>; its last wait was in step \d"
+    waits = rf"rank 1 \(process \d+ on \S+\) waits for worker 0 \(process (\d+)\) of its data loader, {called}"
+    assert (found := re.search(waits, output)), output
+    assert not alive(int(found[1]))
     stack = output[output.index("the innermost call first:\n") :].splitlines()[1:]
     assert len(stack) <= 8 and stack[4] == "  ..." and "/site-packages/torch/" not in stack[0], stack
     assert [line.split("/")[-1].partition('"')[0] for line in stack[5:7]] == ["load.py", "load.py"], stack
@@ -286,9 +288,50 @@ def test_a_signal_that_ends_a_job_names_the_rank_that_hangs(tmp_path: Path, scri
     )
     assert 'hang.py", line 28 in next_batch' in output and "bootstrap.py" not in output, output
     assert "rank 0 of 3" not in output and "rank 2 of 3" not in output
+    *_, asked, end = read_journal(tmp_path)
+    assert end["kind"] == "preemption" and end["cause_rank"] == 1 and "in next_batch" in end["message"]
     if script == LISTENS:
-        *_, asked, end = read_journal(tmp_path)
-        assert "asked to save" in asked["message"] and end["cause_rank"] == 1 and "in next_batch" in end["message"]
+        assert "asked to save" in asked["message"]
+    else:
+        assert end["message"].startswith("SIGTERM ended the run without a save\n")
+
+
+EARLY = """
+import sys, time
+from pathlib import Path
+import torch
+import fullshard
+
+accelerator = fullshard.Accelerator(cpu=True, project_dir=sys.argv[1])
+
+def read_alone():
+    Path(sys.argv[1], "hangs").touch()
+    time.sleep(600)
+
+if accelerator.process_index == 1:
+    read_alone()
+accelerator.prepare(torch.nn.Linear(8, 8))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ends", ["timeout", "signal"])
+def test_a_rank_that_hangs_before_prepare_is_named(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    command = [*LAUNCH, "--num_processes", "3", "--cpu", "--timeout", "8" if ends == "timeout" else "60"]
+    with started(*command, "early.py", str(tmp_path), cwd=tmp_path) as launcher:
+        wait_until((tmp_path / "hangs").is_file, 60, "the hang")
+        if ends == "signal":
+            time.sleep(20)
+            launcher.terminate()
+        output, _ = launcher.communicate(timeout=60)
+    assert re.search(r"rank 1 of 3 \(process \d+ on \S+\) was running and .* Its stack", output), output
+    assert 'early.py", line 11 in read_alone' in output and "rank 0 of 3 (process" not in output.split("Its stack")[1]
+    *_, event = read_journal(tmp_path)
+    assert event["cause_rank"] == 1, event
+    if ends == "timeout":
+        assert re.search(r"rank 1 .* at early.py:11 in read_alone.*; rank 0 has waited .*making process groups", output)
+        assert "no answer from another rank for 8 s: rank 1" in event["message"]
 
 
 def test_a_rank_that_waited_is_not_accused(tmp_path: Path) -> None:

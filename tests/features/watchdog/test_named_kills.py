@@ -19,7 +19,7 @@ from tests.namespaces import can_have_namespaces, namespaces
 PHASES = ("start", "data", "forward", "backward", "step", "save")
 UNIT = "(unit '.*'|the outermost unit)"
 LAST = {
-    "start": f"exchanging metadata|{UNIT}.*",
+    "start": f"making process groups|exchanging metadata|{UNIT}.*",
     "data": f"{UNIT}, after the last reshard",
     "forward": f"{UNIT}, unshard",
     "backward": f"{UNIT}, (unshard|reduce)",

@@ -161,7 +161,7 @@ def test_who_is_waited_for_is_said_and_then_an_error(comm: str, where: str, tmp_
     )
     assert line, error
     step = r"\(step 3 of this process\)"
-    assert re.match(rf"fullshard: rank 0 has waited \d+ s, in {where}.*{step}: {missing}", line), line
+    assert re.match(rf"fullshard: {missing}.*; rank 0 has waited \d+ s, in {where}.*{step}$", line), line
     assert line.count("\n") == 1
     words = rf"rank 0, {where}.*: no answer from another rank for 2 s: {missing}.*{step}"
     assert re.match(words, error), error
@@ -257,7 +257,7 @@ def test_every_wait_of_a_step_is_told() -> None:
     """Where another rank does not come it is named, and the wait is ended."""
     for said in run_ranks(waits_of_a_step, 2):
         assert said.count("the norm of gradients") == 1 and said.count("weights from rank 0") == 2
-        assert {"unscaling gradients", "a task of rank 0"} <= {*said}
+        assert {"unscaling gradients", "sharing a result of rank 0"} <= {*said}
         assert any("pieces of matrices to owners" in what for what in said)
 
 

@@ -15,9 +15,9 @@ _NAMED = 3
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
 Status = dict[str, Any]
-"""A rank's message: `what`, `step`, `is_waiting`, `here` (lines, innermost first), `busy`, `beat`, and the torch
-`collective` that a script has called, if any. `group`: number and digest of the ranks it waits with. `has_ended`: its
-process is ending."""
+"""A rank's message: `what`, `step`, `is_waiting`, `here` (lines, innermost first), `busy`, `beat`, and, if any, the
+torch `collective` that a script has called and the `worker` of a data loader that it waits for. `group`: number and
+digest of the ranks it waits with. `has_ended`: its process is ending."""
 
 
 def read_statuses(own: int) -> dict[int, Status]:
@@ -108,7 +108,9 @@ def described(rank: int, status: Status) -> str:
     if not status["is_alive"]:
         return f"{name} no longer gives a sign of life; {last}"
     does = f"waits in torch's {status['collective']}" if status["collective"] else "is running"
-    return f"{name} {status['busy'] or does}, at {where or 'an unknown place'}; {last} before"
+    does = f"waits for {status['worker']} of its data loader" if status.get("worker") else does
+    since = f"; its last wait was in step {status['step']}" if status["step"] else ""
+    return f"{name} {status['busy'] or does}, at {where or 'an unknown place'}{since}"
 
 
 def are_busy(statuses: dict[int, Status]) -> bool:

@@ -33,7 +33,7 @@ from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Waiting, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import plural, shortened, tell
-from fullshard.core.journal import JOURNAL
+from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.process import StatusFile, is_of_script, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
@@ -108,7 +108,7 @@ class Watchdog(Watcher):
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._asked: float | None = None
         self._trainer = threading.main_thread().ident
-        self._moves, self._since, self._next_line, self._beat = -1, 0.0, 0.0, 0
+        self._moves, self._since, self._next_line, self._beat, self._noted = -1, 0.0, 0.0, 0, -1
         self._forget_world()
 
     @contextlib.contextmanager
@@ -275,11 +275,13 @@ class Watchdog(Watcher):
 
     def _tell_status(self) -> Status:
         above, script, busy, is_waiting, call = list[str](), list[str](), "", PROGRESS.is_waiting, ""
+        worker = ""
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
         collective = status.collective(frame)
         local = None if frame is None else frame.f_locals.get("group")  # torch uses this name everywhere
         while frame is not None:
             file = frame.f_code.co_filename
+            worker = worker or torch_private.awaited_worker(frame)
             busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
             if not file.startswith(_LIBRARIES) and (is_of_script(file) or not (script or is_waiting)):
                 place = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -288,13 +290,13 @@ class Watchdog(Watcher):
             is_ours = file.startswith(_LIBRARIES[1]) and not frame.f_code.co_name.startswith("_")
             call = f" ({frame.f_code.co_name})" if is_ours else ""
             frame = frame.f_back
-        here = [*above[: 1 if script else _FRAMES], *script][:_FRAMES]
+        here = [*above[: (not worker) if script else _FRAMES], *script][:_FRAMES]
         busy = "" if is_waiting else busy
         self._beat += 1
         group = next(iter(PROGRESS.groups), None) or (local if collective else None)
         ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
         own: Status = {"what": PROGRESS.what, "step": PROGRESS.step, "is_waiting": is_waiting, "here": here}
-        own |= {"busy": busy, "collective": "" if busy else collective, "beat": self._beat}
+        own |= {"busy": busy, "collective": "" if busy else collective, "beat": self._beat, "worker": worker}
         own["group"] = [len(ranks), zlib.crc32(repr(ranks).encode())]
         self._tell(STATUS, json.dumps(own))
         return own
@@ -361,12 +363,15 @@ class Watchdog(Watcher):
         return ""
 
     def _say(self, seconds: float, others: dict[int, Status]) -> None:
-        """Print on stderr how long this rank has waited and for which ranks, unless they do work that may take long."""
+        """Print for which ranks this rank has waited, and record it once per wait, unless they do work that is long."""
         if status.are_busy(status.missing(others)):
             return
         step = f" (step {PROGRESS.step} of this process)" if PROGRESS.step else ""
-        who = f"fullshard: rank {dist.get_rank()} has waited {seconds:.0f} s, in {PROGRESS.what}{step}"
-        tell(f"{who}: {status.named(others)}")
+        said = f"{status.named(others)}; rank {dist.get_rank()} has waited {seconds:.0f} s, in {PROGRESS.what}{step}"
+        tell(f"fullshard: {said}")
+        if self._noted != self._moves:
+            self._noted = self._moves
+            JOURNAL.note(Happening.WAITING, said, cause_rank=next(iter(status.missing(others)), None))
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
