@@ -115,7 +115,7 @@ def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
             ["--fsdp_offload_param", "true"],
             ["--fsdp_offload_param: unknown flag", "did you mean --fsdp_offload_params?"],
         ),
-        (["--nproc", "2"], ["--nproc: unknown flag", "--nproc_per_node"]),
+        (["--nproc", "2"], ["--nproc: unknown flag", "did you mean --num_processes?"]),
         (["--epochs", "3"], ["--epochs: unknown flag", "after the script"]),
         (["-x"], ["-x: unknown flag"]),
         (["--num_processes", "--debug"], ["--num_processes: the flag requires a value", "--num_processes=VALUE"]),
