@@ -137,6 +137,8 @@ def test_reshard_export_import_there_and_back(saved: Path, tmp_path: Path) -> No
     assert len(list((tmp_path / "whole").glob("model-*-of-*.safetensors"))) > 1
     with pytest.raises(ConfigError, match="fullshard ckpt import"):
         _run("reshard", tmp_path / "whole", tmp_path / "b", "--world-size", 2)
+    with pytest.raises(CheckpointError, match="whole is not a fullshard checkpoint, so there are no checksums"):
+        _run("verify", tmp_path / "whole")
     imported = _run("import", tmp_path / "whole", tmp_path / "b", "--world-size", 2)
     assert "Hugging Face directory" in imported.stderr
     verify_checkpoint(tmp_path / "b").raise_if_damaged()

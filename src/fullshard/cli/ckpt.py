@@ -85,7 +85,7 @@ def inspect(
 @app.command()
 def verify(checkpoint: _Ours, *, as_json: Json = False) -> None:
     """Read every byte of a checkpoint and verify it. The exit code is 0 if it is intact and 1 if it is damaged."""
-    from fullshard.checkpoint.format import MANIFEST_NAME, part_paths
+    from fullshard.checkpoint.format import MANIFEST_NAME, is_data_file, part_paths
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.verify import verify_parts
 
@@ -99,6 +99,9 @@ def verify(checkpoint: _Ours, *, as_json: Json = False) -> None:
         if inside:
             what = f"{where} is not a checkpoint, but contains {len(inside)}"
             raise CheckpointError(what, hint=f"verify one of them: fullshard ckpt verify {inside[-1]}")
+        if not any(is_data_file(path.name) for path in where.rglob("*")):
+            what = f"{where} is not a fullshard checkpoint, so there are no checksums to verify"
+            raise CheckpointError(what, hint=f"fullshard ckpt import {where} OUT converts those of other programs")
     if as_json:
         problems = [problem for one in found for problem in one.problems]
         typer.echo(json.dumps({"path": str(checkpoint), "valid": is_valid, "problems": problems}, indent=2))
