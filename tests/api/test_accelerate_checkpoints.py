@@ -5,6 +5,7 @@ pytest tests/api/test_accelerate_checkpoints.py
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from accelerate.utils import fsdp_utils
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.fsdp import StateDictType
+from typer.testing import CliRunner
 
 from fullshard import checkpoint
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.checkpoint import full_state
+from fullshard.cli.ckpt import app
 from fullshard.core.errors import CheckpointError, LifecycleError
 from tests.distributed import run_ranks
 
@@ -201,3 +204,41 @@ def test_load_state_reads_what_an_import_holds(tmp_path: Path, capsys: pytest.Ca
     schedule.scheduler.step()
     accelerator.load_state(tmp_path / "scheduled")
     assert schedule.scheduler.last_epoch == 1, "what it holds is loaded"
+
+
+def test_load_state_of_an_import_without_an_optimizer_loads_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = build(1, "SHARDED_STATE_DICT")[1]
+    weights = checkpoint.full_state_dict(source)
+    (tmp_path / "theirs").mkdir()
+    save_file(weights, tmp_path / "theirs" / "model.safetensors")
+    done = CliRunner().invoke(app, ["import", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    assert done.exit_code == 0, done.output
+    accelerator, model, optimizer = build(2, "SHARDED_STATE_DICT")
+    moments = _moments(optimizer)
+    accelerator.load_state(tmp_path / "ours")
+    assert "ours was imported without an optimizer: only weights are loaded" in capsys.readouterr().err
+    assert all(torch.equal(value, weights[name]) for name, value in checkpoint.full_state_dict(model).items())
+    assert moments and all(map(torch.equal, _moments(optimizer), moments))
+    accelerator, model, _ = build(3, "SHARDED_STATE_DICT")
+    checkpoint.load_checkpoint(tmp_path / "ours", model=model)
+    assert all(torch.equal(value, weights[name]) for name, value in checkpoint.full_state_dict(model).items())
+    checkpoint.save_checkpoint(tmp_path / "weights", model=model)
+    with pytest.raises(CheckpointError, match="the optimizer was not saved") as refused:
+        accelerator.load_state(tmp_path / "weights")
+    assert str(refused.value.hint).endswith(f"load_checkpoint({str(tmp_path / 'weights')!r}, model=model)")
+
+
+def test_a_folder_of_checkpoints_is_answered_with_the_newest(tmp_path: Path) -> None:
+    accelerator, model, _ = build(1, "SHARDED_STATE_DICT")
+    for name in ("step-2", "step-1"):
+        checkpoint.save_checkpoint(tmp_path / name, model=model)
+    os.utime(tmp_path / "step-1" / "manifest.json", (2e9, 2e9))
+    with pytest.raises(CheckpointError, match="does not hold a complete checkpoint") as refused:
+        accelerator.load_state(tmp_path)
+    assert refused.value.hint == f"it contains a checkpoint: {tmp_path / 'step-1'}"
+    (tmp_path / "theirs").mkdir()
+    with pytest.raises(CheckpointError, match="does not hold a complete checkpoint") as refused:
+        accelerator.load_state(tmp_path / "theirs")
+    assert f"`fullshard ckpt import {tmp_path / 'theirs'} OUT` converts" in str(refused.value.hint)

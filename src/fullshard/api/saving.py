@@ -281,11 +281,23 @@ def load(path: Location, state: TrainingState, say: Callable[[str], None]) -> in
         parts = [part | {name: empty for name, empty in absent if name not in states} for part in parts]  # type: ignore[misc]
         kept = "schedulers, a scaler, registered objects, data loaders and random states that it lacks"
         say(f"{path} was not saved by save_state: {kept} keep their present state")
+        parts = [_without_absent_optimizer(part, place, say) for part, place in zip(parts, places, strict=True)]
     extra, *_ = [load_checkpoint(place, **part) for place, part in zip(places, parts, strict=True)]
     if (steps := extra.get("schedule_steps", state.schedule_steps)) != state.schedule_steps:
-        what = f"schedulers take {state.schedule_steps} steps per optimizer step, but took {steps} before {path}"
-        say(f"{what}; with step_scheduler_once=True, a schedule is the same at any number of ranks")
+        now, before = (", ".join(map(str, each)) for each in (state.schedule_steps, steps))
+        what = f"the learning rate now changes at another speed: schedules advance by {now} per optimizer step, but by "
+        what += f"{before} in the run that saved {path}. Accelerator(step_scheduler_once=True) makes it the same "
+        say(f"{what}on any number of ranks; for this checkpoint, see docs/howto/resume.md")
     return set_extra(extra, state, where=path) if "extra" in states else 0
+
+
+def _without_absent_optimizer(part: LoadArguments, place: Location, say: Callable[[str], None]) -> LoadArguments:
+    """Return the part without its optimizer if an import wrote `place` without one, and say so."""
+    manifest = read_manifest(place)
+    if manifest.optimizer is not None or not manifest.is_import or part.get("optimizer") is None:
+        return part
+    say(f"{place} was imported without an optimizer: only weights are loaded, and the optimizer keeps its state")
+    return part | {"optimizer": None}
 
 
 def only_part(state: TrainingState) -> LoadArguments:

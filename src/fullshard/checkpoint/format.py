@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 import google_crc32c
@@ -294,6 +295,11 @@ class Manifest(_Record):
     # a store that cannot rename, where the files of both must exist at the same time.
     own_names: bool = Field(default=False, exclude_if=lambda own_names: not own_names)
 
+    @property
+    def is_import(self) -> bool:
+        """Return whether an import of another program's checkpoint wrote it. It holds no rank's random state."""
+        return not self.states and self.file_name("state", 0) not in self.files
+
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
         """Yield (kind of file, name in that file, record) for every stored tensor."""
         return stored_tensors(self.parameters | self.buffers, self.optimizer)
@@ -413,8 +419,12 @@ def read_manifest_bytes(directory: Location) -> bytes:
                 raise CheckpointError(f"{path} is not a fullshard manifest, or it is damaged")
             return begin + file.read()
     except OSError as error:
+        hint = f"latest_checkpoint(parent) finds the newest valid checkpoint; `fullshard ckpt import {directory} OUT`"
+        hint += " converts the checkpoint of another program"
+        inside = list(directory.glob(f"[!.]*/{MANIFEST_NAME}")) if isinstance(directory, Path) else []
+        if inside:
+            hint = f"it contains a checkpoint: {max(inside, key=lambda file: file.stat().st_mtime).parent}"
         raise CheckpointError(
             f"{directory} does not hold a complete checkpoint: {MANIFEST_NAME} cannot be read ({error.strerror})",
-            hint="call latest_checkpoint(parent) to find the newest valid checkpoint; "
-            "`fullshard ckpt import` converts the checkpoints of other programs",
+            hint=hint,
         ) from None

@@ -64,6 +64,7 @@ logger = logging.getLogger(__name__)
 Weights = Literal["all", "stored", "none"]
 """Which parameters and buffers a load reads."""
 
+_NO_OPTIMIZER = "the optimizer was not saved"
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that select an implementation. They keep the values that the caller chose."""
 
@@ -226,10 +227,10 @@ class _Load:
             self.targets += [_Target("optimizer", n, r, p.interval, held, p.chunking) for n, p, r, held in found]
         if problems:
             places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
-            raise CheckpointError(
-                f"the checkpoint does not match in {places}:\n" + "\n".join(problems),
-                hint="create the model and the optimizer as they were when the checkpoint was saved",
-            )
+            hint = "create the model and the optimizer as they were when the checkpoint was saved"
+            if problems == [_NO_OPTIMIZER]:
+                hint = f"to load weights only: fullshard.checkpoint.load_checkpoint({str(directory)!r}, model=model)"
+            raise CheckpointError(f"the checkpoint does not match in {places}:\n" + "\n".join(problems), hint=hint)
         if optimizer is not None:
             self._allocate_state(optimizer)
 
@@ -290,9 +291,7 @@ class _Load:
         elif not any(name.startswith(RNG_PREFIX) for name in stored):
             why = "the checkpoint holds none"
         if why:
-            # the import of another program's checkpoint holds the state of no rank
-            is_import = not self.manifest.states and self.manifest.file_name("state", 0) not in self.manifest.files
-            if self.ranks.rank == 0 and not is_import:
+            if self.ranks.rank == 0 and not self.manifest.is_import:
                 logger.warning("fullshard: random number generators are not restored: %s", why)
             return
         for name in restore_rng(stored, device_of(self.model)):
@@ -304,7 +303,7 @@ class _Load:
         """Return the differences between the optimizer's groups and the saved ones."""
         saved = self.manifest.optimizer
         if saved is None:
-            return ["the optimizer was not saved"]
+            return [_NO_OPTIMIZER]
         problems = []
         if saved.kind != type(optimizer).__name__:
             problems.append(f"the optimizer is a {type(optimizer).__name__}, but a {saved.kind} was saved")
