@@ -22,6 +22,9 @@ DOES_NOT_FIT = 1
 _STAGE = "import signal; signal.signal(2, signal.SIG_DFL); from fullshard.api.rehearsal.stage import main; main()"
 """The program that runs the script. The command itself answers Ctrl-C (SIGINT, 2)."""
 
+_FREES_FROM = "MALLOC_MMAP_THRESHOLD_"
+"""The C library returns freed memory to the system from this size in bytes on. By default, it keeps up to 32 MiB."""
+
 _OF_THE_JOB = ("launch.num_processes", "launch.num_machines", "launch.machine_rank", "launch.main_process_ip")
 
 
@@ -62,7 +65,7 @@ def rehearse(
             raise ConfigError(f"--plot {plot}: expected a name that ends in .svg, .png or .pdf")
     options: dict[str, Any] = {"devices": devices, "rank": rank, "steps": steps, "links": links, "engine": None}
     with scratch_directory("fullshard-rehearsal-") as scratch:
-        program, variables = _job(command, scratch)
+        program, variables = _job(command, scratch, for_cpus=cluster.device.is_cpu)
         options["answer"] = str(scratch / "answer.json")
         variables |= {} if compare is None else {TAKE.name: "fully_shard"}
         found = {"as": str(cluster), "rank": rank, **_run(options, program, variables, prints=not as_json)}
@@ -91,7 +94,7 @@ def _run(options: dict[str, Any], program: list[str], variables: dict[str, str],
     return dict(found)
 
 
-def _job(words: list[str], scratch: Path) -> tuple[list[str], dict[str, str]]:
+def _job(words: list[str], scratch: Path, *, for_cpus: bool) -> tuple[list[str], dict[str, str]]:
     """Return what `fullshard launch` would run for a command line, and the variables that it would set."""
     from fullshard.cli.launch import read_sources, worker_variables
     from fullshard.config.flags import parse
@@ -110,7 +113,10 @@ def _job(words: list[str], scratch: Path) -> tuple[list[str], dict[str, str]]:
     plan = make_plan(line, readings, os.environ)
     if plan.device not in ("cpu", "cuda"):
         raise ConfigError(f"a rehearsal runs on an NVIDIA GPU or a CPU, got {plan.device}", hint="use --cpu")
-    return list(plan.command[2:]), {**plan.variables, **worker_variables(plan, scratch)}
+    variables = {**plan.variables, **worker_variables(plan, scratch)}
+    if plan.device == "cpu" and not for_cpus:  # the process then holds what a device would: tensors, not freed memory
+        variables[_FREES_FROM] = os.environ.get(_FREES_FROM, str(2**17))
+    return list(plan.command[2:]), variables
 
 
 def _of_a_command(words: list[str], target: str | None, rest: list[str], scratch: Path) -> list[str]:

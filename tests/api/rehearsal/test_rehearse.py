@@ -49,6 +49,31 @@ def test_a_script_is_one_rank_of_many(capfd: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("given", "devices", "seen"), [(None, "2xH100", "131072"), (None, "2xCPU", "None"), ("4096", "2xH100", "4096")]
+)
+def test_freed_memory_is_returned_as_on_a_device(
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str | None,
+    devices: str,
+    seen: str,
+) -> None:
+    """Ranks of CPUs keep the memory that they would keep in the real job."""
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", given)
+    (tmp_path / "train.py").write_text(
+        "import os, torch\nprint('from', os.environ.get('MALLOC_MMAP_THRESHOLD_'), 'bytes')\n"
+        "model = torch.nn.Linear(2, 2)\nmodel(torch.ones(2)).sum().backward()\n"
+        "torch.optim.SGD(model.parameters(), 0.1).step()\n"
+    )
+    _, said = rehearse(capfd, "--as", devices, "--", "--cpu", str(tmp_path / "train.py"))
+    assert f"from {seen} bytes" in said
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [8, 1024])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "hybrid", "fullshard"])
 def test_engines_of_torch_and_of_this_package(capfd: pytest.CaptureFixture[str], engine: str, ranks: int) -> None:
@@ -192,10 +217,10 @@ def test_commands_and_recipes_are_rehearsed_as_launched(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("launch: {num_processes: 2}\nsharding: {strategy: NO_SHARD}\n")
     (tmp_path / "scratch").mkdir()
-    program = _job(words, tmp_path / "scratch")[0]
+    program = _job(words, tmp_path / "scratch", for_cpus=False)[0]
     assert program == ["module", "fullshard.recipes.sft", "run.yaml", "--max_steps", "1"]
     assert "NO_SHARD" in (tmp_path / "scratch" / "config.json").read_text()
-    trains = _job(["--cpu", "fullshard", "train", "--steps", "1"], tmp_path / "scratch")[0]
+    trains = _job(["--cpu", "fullshard", "train", "--steps", "1"], tmp_path / "scratch", for_cpus=False)[0]
     elsewhere = ["--output-dir", str(tmp_path / "scratch" / "output")]
     assert trains == ["module", "fullshard", "train", "--steps", "1", *elsewhere]
 
