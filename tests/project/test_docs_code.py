@@ -176,6 +176,7 @@ HERE = {
 """What a page says of many GPUs and of packages that tests do without, for the ranks of this test."""
 ELSEWHERE = {
     "docs/howto/keep-fp32.md": "test_docs_howto.py",
+    "docs/howto/try-recipe.md": "test_docs_howto.py",
     "docs/tour.md": "test_tour.py",
     "docs/tutorials/your-loop.md": "below",
     "docs/tutorials/first-run.md": "test_docs_pages.py, test_the_first_run",

@@ -143,8 +143,7 @@ class HostWork(_RunningWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        end = threading.Thread(target=lambda k: future.set_result(self._wait() and k), args=[self._kept], daemon=True)
-        end.start()
+        threading.Thread(target=lambda kept: future.set_result(self._wait() and kept), args=[self._kept]).start()
         return future
 
 
