@@ -136,7 +136,7 @@ BEFORE: dict[str, list[str]] = {
         SHARDED + "engine = types.SimpleNamespace(wake_up=int, sleep=int)\n",
         SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n",
     ],
-    "docs/migration.md": [UNSHARDED, UNSHARDED + IMPORTED],
+    "docs/migration.md": [UNSHARDED, UNSHARDED + IMPORTED.partition("model, loader")[0], UNSHARDED + IMPORTED],
     "docs/optimizers.md": [
         "",
         LLAMA
