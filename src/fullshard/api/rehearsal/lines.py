@@ -143,7 +143,7 @@ class HostWork(_RunningWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        threading.Thread(target=lambda kept: future.set_result(self._wait() and kept), args=[self._kept]).start()
+        threading.Thread(target=lambda whole: future.set_result(self._wait() and whole), args=self._kept).start()
         return future
 
 
