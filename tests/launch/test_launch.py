@@ -163,6 +163,17 @@ def test_restart_says_so_and_succeeds(tmp_path: Path) -> None:
     assert "each of the 2 processes" in done.stderr
 
 
+def test_an_import_that_was_not_changed_is_named_before_training(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.py").write_text("class Accelerator: ...")
+    (tmp_path / "old.py").write_text("import sys\nfrom accelerate import Accelerator\nprint('training', file=sys.stderr)\n")
+    done = launch("--num_processes", "1", "--cpu", "old.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "hint: change the import to `from fullshard import Accelerator`\ntraining\n" in done.stderr
+    (tmp_path / "trainer.py").write_text("from accelerate import Accelerator\nclass Trainer: ...\n")
+    done = launch("--num_processes", "1", "--cpu", "trainer.py", cwd=tmp_path)
+    assert "change the import" not in done.stderr
+
+
 def test_no_line_of_another_rank_is_lost(tmp_path: Path) -> None:
     (tmp_path / "cases.py").write_text(CASES)
     done = launch("--num_processes", "2", "--cpu", "cases.py", "lines", cwd=tmp_path)

@@ -229,7 +229,21 @@ def _run_script(target: str) -> None:
     loader = SourceFileLoader("__main__", path)
     vars(module).update(__builtins__=builtins, __file__=path, __loader__=loader, __cached__=None)
     with open(path, "rb") as file:
-        exec(compile(file.read(), path, "exec", dont_inherit=True), vars(module))
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    _warn_of_other_accelerator(code)
+    exec(code, vars(module))
+
+
+def _warn_of_other_accelerator(code: types.CodeType) -> None:
+    """Warn before training if the script itself uses Accelerate's `Accelerator`, and neither fullshard nor a Trainer."""
+    if os.environ.get("RANK") != "0" or "FULLSHARD_CONFIG" not in os.environ or TAKE in os.environ:
+        return
+    others = any(name.startswith("fullshard") or name.endswith("Trainer") for name in code.co_names)
+    if {"accelerate", "Accelerator"} <= set(code.co_names) and not others:
+        sys.stderr.write(
+            "fullshard: the script imports Accelerator from accelerate, which does not shard with fullshard\n"
+            "hint: change the import to `from fullshard import Accelerator`\n"
+        )
 
 
 def _fail(error: Exception) -> NoReturn:
