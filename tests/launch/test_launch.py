@@ -165,7 +165,9 @@ def test_restart_says_so_and_succeeds(tmp_path: Path) -> None:
 
 def test_an_import_that_was_not_changed_is_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "accelerate.py").write_text("class Accelerator: ...")
-    (tmp_path / "old.py").write_text("import sys\nfrom accelerate import Accelerator\nprint('training', file=sys.stderr)\n")
+    (tmp_path / "old.py").write_text(
+        "import sys\nfrom accelerate import Accelerator\nprint('training', file=sys.stderr)\n"
+    )
     done = launch("--num_processes", "1", "--cpu", "old.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "hint: change the import to `from fullshard import Accelerator`\ntraining\n" in done.stderr

@@ -59,7 +59,7 @@ def run(command: str, place: Path, *, proof: bool = True) -> str:
     assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-4000:])
     output = done.stdout + done.stderr
     assert not proof or "sharded over 2 ranks" in output, output
-    return done.stdout
+    return output
 
 
 def _environment(place: Path, **variables: str) -> dict[str, str]:
@@ -183,7 +183,7 @@ def test_the_batch_script_saves_before_the_limit_and_goes_on(place: Path) -> Non
     with started("bash", "examples/slurm.sh", cwd=place, **again) as second:
         after, _ = second.communicate(timeout=200)
     assert second.returncode == 0, after
-    assert f"after step {reached}\n" in after
+    assert f"resumed after step {reached}, with world size 4\n" in after
     falls("".join(before) + after)
 
 

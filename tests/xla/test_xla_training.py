@@ -291,7 +291,7 @@ def test_the_documents_settings(xla: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml:6:3: fsdp_offload_params: PyTorch/XLA keeps all state"):
         xla.XlaSettings.from_file(path)
     path.write_text("distributed_type: XLA\nmixed_precision: fp16\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:2:1: fp16: TPUs compute in bfloat16 or float32"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:2:1: fp16 is not supported: TPUs compute in bfloat16 or float32"):
         xla.XlaSettings.from_file(path)
 
 
