@@ -235,7 +235,7 @@ def _run_script(target: str) -> None:
 
 
 def _warn_of_other_accelerator(code: types.CodeType) -> None:
-    """Warn before training if the script itself uses Accelerate's `Accelerator`, and neither fullshard nor a Trainer."""
+    """Warn before training if a script uses Accelerate's `Accelerator`, and neither fullshard nor a Trainer."""
     if os.environ.get("RANK") != "0" or "FULLSHARD_CONFIG" not in os.environ or TAKE in os.environ:
         return
     others = any(name.startswith("fullshard") or name.endswith("Trainer") for name in code.co_names)
