@@ -58,7 +58,7 @@ def test_an_import_does_not_swallow_ctrl_c(tmp_path: Path) -> None:
     )
     (tmp_path / "swallows.py").write_text(swallows)
     code = "from fullshard.cli import main as cli\ncli.app = lambda: __import__('swallows')\ncli.main()"
-    _, output = _interrupted(code, cwd=tmp_path, after="importing")
+    _, output = _interrupted(code, cwd=tmp_path, after="importing", seconds=0.2)  # when it sleeps
     assert output == "fullshard: interrupted\n"
 
 
@@ -66,7 +66,7 @@ def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(50)")
     entry = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]["fullshard"]
     module, name = entry.split(":")  # as pip's script does it
-    _, output = _interrupted(f"from {module} import {name}; {name}()", cwd=tmp_path, after="importing")
+    _, output = _interrupted(f"from {module} import {name}; {name}()", cwd=tmp_path, after="importing", seconds=0.2)
     assert output == "fullshard: interrupted\n"
 
 

@@ -430,9 +430,10 @@ def loaded(data: Path, *words: str, chat_template_format: str = "chatml") -> tup
     return load_data(arguments)
 
 
-def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fullshard.recipes import sft
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     arguments, _ = parsed()
     arguments.model.model_name_or_path = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"cannot read the tokenizer of '.*nothing'"):
@@ -445,6 +446,7 @@ def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
 
 def test_a_misspelled_data_set_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     write_rows(tmp_path / "chats" / "train.jsonl", CHAT)
     with pytest.raises(DataError, match="chat cannot be read") as error:
         loaded(Path("chat"))
