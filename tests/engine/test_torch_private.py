@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -38,7 +38,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, cpp_extension
 from torch.utils.data import DataLoader, Dataset
 
 from fullshard.launch import torch_private as launcher
@@ -1050,6 +1050,11 @@ def kinds_of_reductions() -> None:
 def kernels_that_wait() -> None:
     signature = inspect.signature(torch.cuda._compile_kernel)
     signature.bind("source", "name")
+    with pytest.MonkeyPatch.context() as patch:  # a host without CUDA's toolkit
+        patch.setattr(cpp_extension, "CUDA_HOME", None)
+        patch.setattr(torch.cuda, "_compile_kernel", lambda *_: partial(print, cpp_extension.include_paths("cuda")))
+        torch_private._kernel.__wrapped__("wait")
+        assert cpp_extension.CUDA_HOME is None
     if torch.cuda.is_available():
         (place, sent), ends = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.cuda.Event(enable_timing=True)
         begins = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))

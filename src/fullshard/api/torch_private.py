@@ -144,6 +144,8 @@ def call_backend(group: dist.ProcessGroup, asked: str) -> None:
 @functools.cache
 def _kernel(name: str) -> Any:
     """Compile a kernel for the GPU's clock. Since torch 2.8."""
+    from torch.utils import cpp_extension
+
     read = 'asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));'
     source = (
         f'extern "C" __global__ void take(long long *t, unsigned long long *sent, int us) '
@@ -152,7 +154,12 @@ def _kernel(name: str) -> Any:
         f'extern "C" __global__ void wait(long long *t, int us) '
         f"{{ long long now; do {{ {read} }} while (now - *t < us * 1000ll); }}"
     )
-    return functools.partial(torch.cuda._compile_kernel(source, name), (1, 1, 1), (1, 1, 1))
+    home = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = home or "."  # torch demands its headers, which pip does not install, and adds them
+    try:
+        return functools.partial(torch.cuda._compile_kernel(source, name), (1, 1, 1), (1, 1, 1))
+    finally:
+        cpp_extension.CUDA_HOME = home
 
 
 def take_links(place: torch.Tensor, sent: torch.Tensor, seconds: float) -> None:
