@@ -67,7 +67,7 @@ def moments() -> list[str]:
             model(torch.ones(1, 2)).sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        units_of(model)[-1].schedule.note_save()
+        units_of(model)[-1].schedule.before_save()
         return Recorder.said
     finally:
         extension._registered.remove(Recorder)

@@ -119,7 +119,7 @@ def test_reductions_wait_for_their_turn() -> None:
     assert list(reductions.complete("b")) == []
     assert list(reductions.complete("c")) == ["c", "b"]
     assert list(reductions.complete("late")) == []
-    assert list(reductions.rest()) == ["a"]
+    assert list(reductions.remaining()) == ["a"]
     assert list(reductions.complete("a")) == []
 
 

@@ -94,7 +94,7 @@ class Destination:
     def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Self:
         """Return the destination of a save, with an id that all ranks of `model` agree on. All ranks must call this."""
         for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
-            schedule.note_save()  # before anything can wait for a rank that continues to train
+            schedule.before_save()  # before anything can wait for a rank that continues to train
         ranks = Ranks.of(model)
         save_id = ranks.broadcast(new_save_id())
         return cls(ranks, store_at(location(path).absolute(), save_id, overwrite=overwrite))

@@ -66,7 +66,7 @@ class FullBuffer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes that `free` would release now."""
+        """Return the number of bytes that `free` would free now."""
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Fill `full` with the intervals of all ranks.

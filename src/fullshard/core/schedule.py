@@ -69,7 +69,7 @@ class Reductions(Generic[BucketT]):
         self.clear()
 
     def clear(self) -> None:
-        """Reset the state at the end of a backward."""
+        """Clear the record of a backward that has ended or failed."""
         self._queue: deque[BucketT] = deque()
         self._ready: set[BucketT] = set()
         self.launched: list[BucketT] = []
@@ -85,7 +85,7 @@ class Reductions(Generic[BucketT]):
         while self._queue and self._queue[0] in self._ready:
             yield self._queue.popleft()
 
-    def rest(self) -> Iterator[BucketT]:
+    def remaining(self) -> Iterator[BucketT]:
         """Yield the buckets that are still queued at the end of backward, because every rank must reduce them."""
         while self._queue:
             yield self._queue.popleft()

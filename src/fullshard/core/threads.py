@@ -23,19 +23,19 @@ _STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKe
 
 def start_thread(name: str, body: Callable[[], object], stop: Callable[[], object]) -> None:
     """Start a daemon thread, which `stop` ends at exit. `body` must not refer to what stops it when deleted."""
-    rest_at_exit()
+    stop_at_exit()
     thread = Thread(target=body, name=name, daemon=True)
     _STOPS[thread] = stop
     thread.start()
 
 
 @functools.cache
-def rest_at_exit() -> None:
+def stop_at_exit() -> None:
     """Register an exit handler that stops these threads and waits for Gloo's. It runs after handlers of scripts."""
-    atexit.register(_rest)
+    atexit.register(_stop_all)
 
 
-def _rest() -> None:
+def _stop_all() -> None:
     waiting = [thread for thread in _STOPS if thread.is_alive()]
     for thread in waiting:
         _STOPS[thread]()

@@ -61,7 +61,7 @@ class Backward:
     def begin(self, unit: Unit) -> None:
         """Begin the backward pass unless one is in progress, and add `unit`'s buckets to the order of reductions."""
         if self.is_under_way and self._callback() is None:
-            self.give_up()  # the last one raised an error that nothing has detected yet
+            self.reset(keeps_forwards=True)  # the last one raised an error that nothing has detected yet
         if not self.is_under_way:
             self._announce()
             for each in self._schedule.units:
@@ -72,17 +72,17 @@ class Backward:
             for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
             self._may_fail = True
-            finish = functools.partial(self.finish)
-            torch_private.call_after_backward(finish)
+            end = functools.partial(self.end)
+            torch_private.call_after_backward(end)
             # Autograd frees it with the backward.
-            self._callback = weakref.ref(finish, self._note_dropped)
-            del finish
+            self._callback = weakref.ref(end, self._tell_failure)
+            del end
         if unit not in self._queued:
             self._enqueue(unit)
 
-    def _note_dropped(self, _: object) -> None:
+    def _tell_failure(self, _: object) -> None:
         """Notify the extensions if autograd discarded the backward pass, because of an error, before it ended."""
-        if self._may_fail:  # not `is_under_way`: a thread of autograd may drop it when the model is at rest again
+        if self._may_fail:  # not `is_under_way`: a thread of autograd may free it when the model is at rest again
             self._may_fail = False
             for tell in self._schedule.extensions.backward_fails:
                 tell()
@@ -108,7 +108,7 @@ class Backward:
         self._announce()
         for unit in sorted(self._schedule.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
-        self.finish()
+        self.end()
 
     def prefetch(self, unit: Unit, call: Call) -> None:
         """Gather parameters that backward needs after `unit`'s, before it computes `unit`'s gradients."""
@@ -148,28 +148,28 @@ class Backward:
         return unit.reduce_gradients and (self._schedule.is_last_backward or not self._schedule.keeps_gradients)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Finish the outermost backward pass. Autograd calls this when the pass ends."""
+    def end(self) -> None:
+        """End the outermost backward pass. Autograd calls this after its last gradient."""
         with torch_private.without_transforms():
-            self._finish()
+            self._end()
 
-    def _finish(self) -> None:
+    def _end(self) -> None:
         self.hookless_calls.leave(after=-1)  # also of other models, because backward has ended for them
-        self.hookless_calls.finish_others()
+        self.hookless_calls.end_others()
         if self.reducer.publishes_early:  # ranks that step early wait until no rank reads their main weights
             for unit in self._schedule.units:
-                unit.finish_backward()
+                unit.end_backward()
                 unit.reshard()
-        for bucket in self.reducer.order.rest():  # buckets with a parameter that got no gradient on this rank
+        for bucket in self.reducer.order.remaining():  # buckets with a parameter that got no gradient on this rank
             self._launch(bucket)
         # After all launches, so that they overlap, and before anything is published: it may raise an error.
         used = self._agree_on_used()
         self.reducer.publish(used)
         self._may_fail = False
         for bucket in self.reducer.published:  # only now, because the message needed it after publication
-            bucket.gradient.unsharded.forget_used()
+            bucket.gradient.unsharded.clear_used()
         for unit in self._schedule.units:
-            unit.finish_backward()
+            unit.end_backward()
         self._has_kept = not all(map(self._reduces, self._schedule.units))
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
         self._participants.clear()
@@ -185,7 +185,7 @@ class Backward:
             for bucket in unit.buckets:
                 if bucket.has_gradient:
                     bucket.gradient.unsharded.end_backward()
-        self._schedule.forward.forget_last_call()
+        self._schedule.forward.clear_last_call()
         self._queued.clear()
         self.hookless_calls.end()
         self.reducer.clear()
@@ -196,7 +196,7 @@ class Backward:
         # collected more than it reduced (reentrant checkpointing, a unit run only under `no_sync`), all reduce again.
         collecting = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)
-        ends = [bucket.gradient.unsharded.end(is_reduced=bucket in launched) for bucket in collecting]
+        ends = [bucket.gradient.unsharded.bucket_end(is_reduced=bucket in launched) for bucket in collecting]
         message = EndOfBackward([say() for say in self._schedule.extensions.message], ends)
         if self._schedule.mesh.control_group is not None and ends:
             ran = self._schedule.forward.ran
@@ -219,8 +219,8 @@ class Backward:
             hear(largest, smallest)
         return used
 
-    def give_up(self) -> None:
-        """Discard a failed backward pass. Keep the earlier forward passes, because another loss may need them."""
+    def reset(self, *, keeps_forwards: bool = False) -> None:
+        """Discard a failed backward pass. With `keeps_forwards`, keep the earlier forward passes for another loss."""
         if any(bucket.has_gradient and bucket.gradient.keeps_unreduced for bucket in self._schedule.buckets()):
             warnings.warn(
                 f"rank {self._schedule.mesh.rank}: a backward has failed, so the unreduced gradients of earlier "
@@ -228,11 +228,8 @@ class Backward:
                 stacklevel=2,
             )
         for unit in self._schedule.units:
-            unit.give_up_backward()  # first, to wait for reductions that write to memory freed below
+            unit.reset_backward()  # first, to wait for reductions that write to memory freed below
         self._has_kept = False
+        if not keeps_forwards:
+            self._participants.clear()
         self._clear()
-
-    def forget(self) -> None:
-        """Discard a failed backward pass and the forward passes before it."""
-        self.give_up()
-        self._participants.clear()

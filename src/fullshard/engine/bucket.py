@@ -57,7 +57,7 @@ class Bucket(BucketSpec):
         self.has_gradient_hooks = False
         self._gathering: Work | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
-        self._is_lost = False
+        self._gather_failed = False
         with torch.no_grad(), torch.inference_mode(False):  # tensors created in inference mode cannot be trained
             self._allocate(weights)
         is_trainable = slots[0].parameter.requires_grad
@@ -160,9 +160,9 @@ class Bucket(BucketSpec):
             try:
                 self._gathering.wait()
             except RuntimeError:  # waiting again would last until the group's time-out
-                self._gathering, self._is_lost = None, True
+                self._gathering, self._gather_failed = None, True
                 raise
-            self._gathering, self._is_lost = None, False
+            self._gathering, self._gather_failed = None, False
 
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
         """Free the memory of `full`, unless its gather failed, because other ranks may still be writing to it.
@@ -170,7 +170,7 @@ class Bucket(BucketSpec):
         If `kept_by` is given, each of these neighboring ranks keeps a part of `full`. The next gather then involves
         only these ranks, unless `main` changes first. Only a `ResizedBuffer` supports this.
         """
-        if self._is_lost:
+        if self._gather_failed:
             return
         self._kept = None
         if kept_by is not None and isinstance(self.buffer, ResizedBuffer):

@@ -41,7 +41,7 @@ class Forward:
         """Begin a forward of a unit that is not a recomputation. Return whether the unit is the outermost one."""
         schedule = self._schedule
         if self._depth and unit is schedule.units[-1]:  # the outermost again
-            self.abandon()
+            self.end_interrupted()
         self._depth += 1  # before code that may raise an error, because `end` is called even then
         if self._depth == 1:
             schedule.before_forward()
@@ -99,20 +99,20 @@ class Forward:
         if not failed:
             schedule.settle()  # after a forward without backward, the user may change main weights immediately
 
-    def abandon(self) -> None:
-        """Clean up after a keyboard interrupt in forward, because torch then does not call the forward hooks."""
+    def end_interrupted(self) -> None:
+        """End a forward after a keyboard interrupt in it, because torch then does not call the forward hooks."""
         if not self._depth:
             return
         self._depth = 0
         for tell in self._schedule.extensions.forward_ends:
             tell(failed=True)
         for unit in self._schedule.units:
-            unit.abandon_forward()
+            unit.end_interrupted_forward()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Record that no forward is in progress, after the units have discarded their forward calls."""
         self._depth = 0
 
-    def forget_last_call(self) -> None:
-        """Forget which unit ran last, because its backward has ended."""
+    def clear_last_call(self) -> None:
+        """Clear the record of which unit ran last, because its backward has ended."""
         self._last_ended = None

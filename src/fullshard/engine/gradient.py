@@ -4,7 +4,7 @@ collect             see `engine.unsharded_gradient`                             
 launch              reduce-scatter along the shard axis, and divide               once per backward, in order
 advance             all-reduce along the replicate axis; then to main weights     when a later bucket launches
 accumulate_early    add to earlier micro-batches, if nothing else remains to do   when the reduction has ended
-finish              add to the main gradient, which is published as `.grad`       at the end of backward
+publish             add to the main gradient, which is published as `.grad`       at the end of backward
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Gradient:
     """The gradients of a trainable bucket. In this class, `main` is the main gradient, not the main weights.
 
-    Autograd must be disabled when `launch`, `advance` and `finish` are called.
+    Autograd must be disabled when `launch`, `advance` and `publish` are called.
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
@@ -50,7 +50,7 @@ class Gradient:
         The zeros give the reduction the same shape on every rank. If the bucket has already been reduced in this
         backward, the caller must have advanced that reduction.
         """
-        self.main.check_whole()
+        self.main.check_not_torn()
         full = self.unsharded.hand_over()
         self._reducing = self._bucket.mesh.reduce.reduce_scatter(
             full,
@@ -79,7 +79,7 @@ class Gradient:
 
     @property
     def is_arriving(self) -> bool:
-        """Return whether `finish` would have to wait for other ranks, for a copy or for a hook."""
+        """Return whether `publish` would have to wait for other ranks, for a copy or for a hook."""
         bucket = self._bucket
         goes_on = bucket.mesh.replicate_size > 1 or self._is_away or bucket.reduction.hook is not None
         return self._reducing is not None or (goes_on and self._replicating is not None)
@@ -97,7 +97,7 @@ class Gradient:
         if self._bucket.reduction.requires_all_reduce:
             self._replicating = self._bucket.mesh.replicate.all_reduce(shard, tag=self._bucket.tag)
             if self._is_away:
-                # Copy now, not in `finish`, so that the copy overlaps with the rest of backward.
+                # Copy now, not in `publish`, so that the copy overlaps with the rest of backward.
                 self._replicating = self._bucket.storage.take_gradient(self._bucket, self._replicating, shard.nbytes)
         else:
             self._held = shard
@@ -130,11 +130,11 @@ class Gradient:
             self._earlier = None
         return shard
 
-    def finish(self, used: bytearray) -> bool:
+    def publish(self, used: bytearray) -> bool:
         """Wait for the reduction and publish the result. Return False if there is nothing to publish.
 
         `used` has a flag for each parameter, set if it got a gradient on any rank. The `.grad` of other parameters does
-        not change. After this, the caller must discard its record of used parameters.
+        not change. After this, the caller must clear its record of used parameters.
         """
         self.advance()
         if self.main.is_ahead:
@@ -151,11 +151,11 @@ class Gradient:
     def reset(self) -> None:
         """Discard all gradients of a failed backward, and those that earlier backwards have kept without reducing them.
 
-        Every `.grad` that is published already stays; see `MainGradient.reset`.
+        Every `.grad` that is published already stays; see `MainGradient.mark_torn`.
         """
         for work in (self._reducing, self._replicating):
             if work is not None:
                 work.wait()  # it writes to memory that is about to be freed
-        self.main.reset()
+        self.main.mark_torn()
         self._reducing = self._replicating = self._earlier = self._held = None
-        self.unsharded.clear()
+        self.unsharded.reset()

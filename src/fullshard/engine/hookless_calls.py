@@ -39,7 +39,7 @@ class HooklessCalls:
         self.backward = torch_private.backward_under_way()
 
     def end(self) -> None:
-        """Record that the backward has ended or was abandoned."""
+        """Record that the backward has ended or failed."""
         self.backward = None
         self._calls.clear()
 
@@ -80,11 +80,11 @@ class HooklessCalls:
                 call.end()
                 unit.reduce_if_left()
 
-    def finish_others(self) -> None:
-        """Free the unsharded units of other models. Ranks that have already freed theirs wait for this rank."""
+    def end_others(self) -> None:
+        """End the backward of the units of other models. Ranks that have already ended theirs wait for this rank."""
         for other in self._others():
             for unit in other.units:
-                unit.finish_backward()
+                unit.end_backward()
 
     def _others(self) -> list[HooklessCalls]:
         if len(_models) == 1:

@@ -129,7 +129,7 @@ class MainGradient:
             return False
         return self._dtype == self._spec.dtype or _versions(grads) == self._versions
 
-    def release_if_cleared(self) -> None:
+    def free_if_cleared(self) -> None:
         """Free the memory once the script has set every `.grad` to None and no backward adds to it."""
         if self.tensor is not None and not self.is_ahead and not self._has_any():
             self.tensor = self._rounded = None
@@ -144,12 +144,12 @@ class MainGradient:
                 return True
         return False
 
-    def reset(self) -> None:
-        """Record that a backward failed. If part of its gradients was added, `check_whole` will raise an error."""
+    def mark_torn(self) -> None:
+        """Record that a backward failed. If part of its gradients was added, `check_not_torn` will raise an error."""
         if self.is_ahead:
             self._torn, self.is_ahead = _versions(self._published), False
 
-    def check_whole(self) -> None:
+    def check_not_torn(self) -> None:
         """Raise an error if a published gradient still contains part of a failed backward."""
         if not self._torn:
             return

@@ -65,7 +65,7 @@ class FSDPModule(TorchFSDPModule):
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters as any module does. They are always sharded, even after a failed backward."""
-        require_unit(self).schedule.recover()
+        require_unit(self).schedule.reset_if_failed()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -88,7 +88,7 @@ class ShardedParameter(ShardedTensor):
     def grad(self, value: torch.Tensor | None) -> None:
         self.publish(None if value is None else self.interval_of(value, "gradient"))
         if value is None and self.bucket.has_gradient:
-            self.bucket.gradient.main.release_if_cleared()
+            self.bucket.gradient.main.free_if_cleared()
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
         """Set the gradient of the parameter to this rank's interval `local_grad`."""

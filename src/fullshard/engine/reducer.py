@@ -77,7 +77,7 @@ class Reducer:
             self._publish(bucket, used[bucket])
 
     def clear(self) -> None:
-        """Forget the buckets of a backward that has ended or failed."""
+        """Clear the record of a backward that has ended or failed."""
         self.order.clear()
         self.published.clear()
         self.publishes_early = False
@@ -90,7 +90,7 @@ class Reducer:
         unit, gradient = bucket.owner, bucket.gradient
         del self.order.waiting[bucket]
         with unit.waiting("reduce") if gradient.is_arriving else _NOTHING:
-            is_there = gradient.finish(used)
+            is_there = gradient.publish(used)
         if not is_there:
             return
         self.published.add(bucket)

@@ -84,13 +84,13 @@ class Schedule:
         for tag, bucket in enumerate(self.buckets(), first):
             bucket.tag = tag
 
-    def note_save(self) -> None:
+    def before_save(self) -> None:
         """Notify the extensions that all ranks are about to save the model."""
         for tell in self.extensions.before_save:
             tell()
 
     def before_forward(self) -> None:
-        """Prepare the model for a forward: clean up after a failed backward, and detect changes between steps."""
+        """Prepare the model for a forward: reset after a failed backward, and detect changes between steps."""
         if self.backward.is_under_way:
             self.reset()  # the last backward raised an error
         for tell in self.extensions.before_forward:
@@ -135,12 +135,12 @@ class Schedule:
     def reset(self) -> None:
         """Return the model to its state between steps after a failure: nothing is in progress, all is sharded."""
         for unit in self.units:
-            unit.forget_forwards()
-        self.forward.forget()
-        self.backward.forget()
+            unit.reset()
+        self.forward.reset()
+        self.backward.reset()
 
-    def recover(self) -> None:
-        """Clean up after a backward that raised an error, which autograd does not report to the engine.
+    def reset_if_failed(self) -> None:
+        """Reset after a backward that raised an error, which autograd does not report to the engine.
 
         This happens only in the thread that trains: others cannot distinguish such a backward from one in progress.
         """
@@ -155,8 +155,8 @@ class Schedule:
 
     def before_optimizer_step(self) -> None:
         """Free everything that was gathered from the old main weights, because a step is about to change them."""
-        self.recover()  # first, because reductions of a failed backward may still write to gradients
-        self.forward.abandon()
+        self.reset_if_failed()  # first, because reductions of a failed backward may still write to gradients
+        self.forward.end_interrupted()
         if self.keeps_gradients and not self.is_last_backward:
             raise LifecycleError(
                 "the optimizer cannot step, because set_is_last_backward(False) applied to the last backward, so its "
@@ -165,7 +165,7 @@ class Schedule:
             )
         for bucket in self.buckets():
             if bucket.has_gradient:
-                bucket.gradient.main.check_whole()
+                bucket.gradient.main.check_not_torn()
         self._stepped_since_forward = True  # only once if there are several optimizers
         for unit in self.units:
             unit.reshard()

@@ -245,7 +245,7 @@ class Unit(UnitParameters):
         if self.reshard_after_backward and previous is not self:  # they are equal if the same unit is next
             self.reshard()
 
-    def finish_backward(self) -> None:
+    def end_backward(self) -> None:
         """End all calls at the end of the complete backward. Reshard unless `reshard_after_backward` is false."""
         for call in self.calls.live():
             call.end()
@@ -254,14 +254,14 @@ class Unit(UnitParameters):
             self.reshard()
         self.rest()
 
-    def abandon_forward(self) -> None:
+    def end_interrupted_forward(self) -> None:
         """Return to rest after a forward that ended without its hooks. Keep gradients collected earlier."""
         self._running = 0
         self._current.clear()
         self._ran.clear()
         self.reshard()
 
-    def forget_forwards(self) -> None:
+    def reset(self) -> None:
         """Discard all forward calls after a failed step."""
         self._running = 0
         self.calls.clear()
@@ -269,7 +269,7 @@ class Unit(UnitParameters):
         self._ran.clear()
         self.is_kept_for_backward = False
 
-    def give_up_backward(self) -> None:
+    def reset_backward(self) -> None:
         """Discard a failed backward. Keep the forward calls, because another backward may still reach them."""
         for call in self.calls.live():
             call.is_active = False

@@ -83,7 +83,7 @@ class UnshardedGradient:
         return len(self.fired) >= self.expected  # `is_complete`, inlined to save a call per gradient
 
     def end_backward(self) -> None:
-        """Forget which gradients arrived in this backward, and record whether any are left for the next one."""
+        """Clear the record of which gradients arrived, and record whether any are left for the next backward."""
         self.is_kept = self.exists
         self.fired.clear()
 
@@ -158,28 +158,28 @@ class UnshardedGradient:
         full = self._begin() if self.full is None else self.full  # unused on this rank, but perhaps not on another
         for piece in self._fresh.values():
             piece.zero_()
-        self._let_go()
+        self._free()
         return full
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         self.full, self._pieces = None, ()
         self._fresh.clear()
 
-    def end(self, *, is_reduced: bool) -> BucketEnd:
+    def bucket_end(self, *, is_reduced: bool) -> BucketEnd:
         """Return the bucket's part of the message that this rank sends at the end of backward."""
         if self.exists:
             self._check_data()
         return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
 
-    def forget_used(self) -> None:
-        """Forget which parameters were used, because their gradients have been published on all ranks."""
+    def clear_used(self) -> None:
+        """Clear the record of which parameters were used, because their gradients have been published on all ranks."""
         self.used = bytearray(len(self.used))
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Discard all gradients and the record of used parameters, after a failed backward."""
-        self._let_go()
+        self._free()
         self.end_backward()
-        self.forget_used()
+        self.clear_used()
 
 
 class Cut:

@@ -33,7 +33,7 @@ not pass their optimizers to the engine."""
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Return torch's state dict, in which this rank's parts of the state are wrapped as `ShardedTensor`s."""
     adapter = adapter_of(self)
-    adapter.rest(self)
+    adapter.restore(self)
     for parameter in (p for p in self.state if isinstance(p, ShardedParameter)):
         if how := adapter.why_not_whole(self, parameter.mesh):
             raise OptimizerError(
@@ -70,7 +70,7 @@ def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     if missing := {"state", "param_groups"} - state_dict.keys():
         what = f"{type(self).__name__}: the state dict has no {' and no '.join(sorted(missing))}"
         raise CheckpointError(what, hint="pass the result of optimizer.state_dict()")
-    adapter_of(self).rest(self)
+    adapter_of(self).restore(self)
     LOAD_STATE_DICT.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
 

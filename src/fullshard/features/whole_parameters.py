@@ -36,7 +36,7 @@ def unsharded(model: nn.Module, *, writeback: bool | None = None, recurse: bool 
     if torch_private.backward_under_way() != -1 or any(unit.schedule.forward.is_under_way for unit in units):
         raise LifecycleError("unsharded() was called inside a forward or backward", hint="call it between steps")
     for schedule in dict.fromkeys(unit.schedule for unit in units):
-        schedule.recover()
+        schedule.reset_if_failed()
         schedule.begin_use()
     for unit in units:
         if any(bucket.gather_packing is not None for bucket in unit.buckets):

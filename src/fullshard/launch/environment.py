@@ -15,7 +15,7 @@ from fullshard.comm.mesh import TIMEOUT_SECONDS, join_process_group
 from fullshard.comm.waiting import PROGRESS, waiting_for_all
 from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError, plural
-from fullshard.core.threads import rest_at_exit
+from fullshard.core.threads import stop_at_exit
 from fullshard.launch.device import kind_of, object_device
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def init_process_group_from_environment(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    rest_at_exit()  # a script may leave the group open under another launcher
+    stop_at_exit()  # a script may leave the group open under another launcher
     return environment
 
 

@@ -248,7 +248,7 @@ class _Run:
         if self.steps:
             self.awaiting.clear()
             self.reshard_all()
-        for place in self.reductions.rest():
+        for place in self.reductions.remaining():
             self.launch(place, reduces=reduces)
         for place in self.reductions.launched[-REDUCTIONS_IN_FLIGHT:]:
             self.send_gradient(place)

@@ -27,7 +27,7 @@ class OptimizerAdapter:
         """Prepare the optimizer for a step. Return the arguments with which `step` is to be called."""
         return args, kwargs
 
-    def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
+    def restore(self, optimizer: Any, *, has_stepped: bool = False) -> None:
         """Undo `before_step` if it has changed anything. If `has_stepped` is False, the step did not take place."""
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:

@@ -118,7 +118,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     """Undo the preparations for a step, and notify the storages. This runs after the step of every optimizer."""
     finish_step(optimizer)
     # First, because state is stored under the sharded parameters.
-    adapter_of(optimizer).rest(optimizer, has_stepped=True)
+    adapter_of(optimizer).restore(optimizer, has_stepped=True)
     if optimizer in _held:  # if not, the step began before anything was sharded
         for storage, buckets in by_storage(_held[optimizer][1]).items():
             storage.after_update(optimizer, buckets)

@@ -96,7 +96,7 @@ class _Lending(OptimizerAdapter):
         """Replace the sharded parameters with plain ones for the step."""
         return lend(optimizer, args, kwargs)
 
-    def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
+    def restore(self, optimizer: Any, *, has_stepped: bool = False) -> None:
         """Put the sharded parameters back after the step."""
         take_back(optimizer)
 
@@ -116,7 +116,7 @@ class Torchao(_Lending):
 
     package = "torchao"
 
-    def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
+    def restore(self, optimizer: Any, *, has_stepped: bool = False) -> None:
         """Put the sharded parameters back. Count the step for parameters without elements here, which torchao skips."""
         for plain, parameter in take_back(optimizer):
             if has_stepped and not plain.numel() and parameter.local_grad is not None:

@@ -100,7 +100,7 @@ class Parking(Extension):
         refuse_pinned(units, "a model is parked", "leave `with unsharded(model)` first")
         if self.model.forward.is_under_way or torch_private.backward_under_way() != -1:
             raise LifecycleError("a model cannot be parked during its forward or backward", hint="park it afterwards")
-        self.model.recover()
+        self.model.reset_if_failed()
         self._keeps_weights = keeps_weights
         for unit in units:
             unit.reshard()

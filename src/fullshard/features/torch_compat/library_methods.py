@@ -81,7 +81,7 @@ def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
         outermost = schedule.units[-1]
         if not outermost.is_at_rest:
             return method(*args, **kwargs)
-        schedule.recover()
+        schedule.reset_if_failed()
         outermost.unshard()
         outermost.is_pinned = True
         try:

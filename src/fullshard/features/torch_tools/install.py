@@ -339,7 +339,7 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             parameter.publish(None)
         for bucket in dict.fromkeys(p.bucket for p in held):
             if bucket.has_gradient:
-                bucket.gradient.main.release_if_cleared()
+                bucket.gradient.main.free_if_cleared()
     torch_private.zero_grad.torchs(self, set_to_none)
 
 
