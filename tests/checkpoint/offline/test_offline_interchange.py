@@ -5,6 +5,7 @@ Run: `python -m pytest tests/checkpoint/offline/test_offline_interchange.py`.
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,17 @@ def test_an_optimizer_of_unknown_class_must_be_named(tmp_path: Path) -> None:
     with open_source(tmp_path / "ours") as ours:
         assert ours.contents.optimizer is not None
         assert ours.contents.optimizer.kind == "Lion"
+
+
+def test_an_export_names_the_class_that_its_configuration_lacks(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+    LlamaConfig(vocab_size=16, **sizes).save_pretrained(tmp_path / "config")
+    for name, part, expected in (("whole", model, ["LlamaForCausalLM"]), ("inner", model.model, None)):
+        save_checkpoint(tmp_path / name, model=part)
+        with open_source(tmp_path / name) as source:
+            write_weights(source, tmp_path / f"{name}-out", config_from=tmp_path / "config", needs_config=True)
+        config = json.loads((tmp_path / f"{name}-out" / "config.json").read_text())
+        assert config.get("architectures") == expected

@@ -113,13 +113,14 @@ def write_weights(
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     names = require_values(source, hint="merge the adapter into its base model: fullshard merge")
     copied = _configuration(source, config_from, needs_config=needs_config)
+    architecture = ""
     if needs_config:
         if adapter := next((name for name in names if ".lora_" in name or ".base_layer." in name), None):
             raise CheckpointError(
                 f"{source.path} contains adapters ({adapter!r}), so its tensor names are not those of a plain model",
                 hint="merge them with `fullshard merge`, or write the tensors unchanged with `--to safetensors`",
             )
-        source = _in_stored_form(source, copied[0].parent)
+        source, architecture = _in_stored_form(source, copied[0].parent)
     records = {name: cast_record(record, cast) for name, record in source.contents.model.items()}
     entries = [TensorEntry(name, record.dtype, record.shape) for name, record in records.items()]
     files = divided(entries, limit)
@@ -135,10 +136,8 @@ def write_weights(
         write_index(temp, files)
         for file in copied:
             shutil.copyfile(file, temp / file.name)
-        if cast is not None and (temp / CONFIG_NAME).exists():
-            config = read_configuration(temp / CONFIG_NAME)
-            config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(cast)
-            (temp / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if (temp / CONFIG_NAME).exists():
+            _complete_configuration(temp / CONFIG_NAME, cast, architecture)
     return [file.name for file in copied]
 
 
@@ -156,8 +155,20 @@ def _configuration(source: Source, config_from: str | Path | None, *, needs_conf
     return found
 
 
-def _in_stored_form(source: Source, directory: Path) -> Source:
-    """Return a source with tensors as Transformers stores them, or `source` if its names are not those in memory."""
+def _complete_configuration(path: Path, dtype: torch.dtype | None, architecture: str) -> None:
+    """Write the dtype of converted weights, and the model's class where it is missing, which vLLM needs."""
+    config = read_configuration(path)
+    completed = dict(config)
+    if architecture and not config.get("architectures"):
+        completed["architectures"] = [architecture]
+    if dtype is not None:
+        completed["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(dtype)
+    if completed != config:
+        path.write_text(json.dumps(completed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _in_stored_form(source: Source, directory: Path) -> tuple[Source, str]:
+    """Return a source with tensors as Transformers stores them, and the model's class, or "" if its names differ."""
     read_configuration(directory / CONFIG_NAME)
     transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
     try:
@@ -165,8 +176,10 @@ def _in_stored_form(source: Source, directory: Path) -> Source:
     except CheckpointError as error:
         if not isinstance(error.__cause__, (OSError, ValueError)):
             raise
-        return source  # of an unknown model
-    return stored_form_of(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
+        return source, ""  # of an unknown model
+    if source.contents.model.keys() <= model.state_dict().keys():
+        return stored_form_of(source, model), type(model).__name__
+    return source, ""
 
 
 def stored_form_of(source: Source, model: nn.Module) -> Source:
