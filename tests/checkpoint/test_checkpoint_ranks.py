@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,17 @@ def _message(function: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
         function()
     return str(caught.value)
+
+
+def _shape_error(directory: str) -> bool:
+    save_checkpoint(directory, model=shard_model(nn.Linear(3, 4), unit_modules=[]))
+    with pytest.raises(CheckpointError, match=r"failed\nranks 0, 1: the checkpoint does not match") as caught:
+        load_checkpoint(directory, model=shard_model(nn.Linear(3, 5), unit_modules=[]))
+    return "Traceback" not in "".join(traceback.format_exception(caught.value)[1:])
+
+
+def test_another_shape_is_one_error(tmp_path: Path) -> None:
+    assert run_ranks(_shape_error, 2, str(tmp_path / "saved")) == [True, True]
 
 
 def _write_error(directory: str) -> str:

@@ -171,7 +171,8 @@ class Ranks:
             raise error
         reasons = dict.fromkeys(text for text in messages if text is not None)
         lines = [f"{_name(r for r, text in enumerate(messages) if text == reason)}: {reason}" for reason in reasons]
-        raise kind(f"{doing} failed\n" + "\n".join(lines)) from error
+        told = isinstance(error, FullshardError)  # the lines contain all that it says
+        raise kind(f"{doing} failed\n" + "\n".join(lines)) from None if told else error
 
     def on_rank_0(
         self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError
