@@ -296,6 +296,16 @@ def _step_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[st
     }
 
 
+def sequence_parallel_nbytes(plan: Plan) -> int:
+    """Bytes of all layers' inputs that a rank does not have if its tensor-parallel group divides the sequences.
+
+    KempnerForge does that between the parts of a layer (distributed/tensor_parallel.py); a plan does not.
+    """
+    job = plan.setting.job
+    inputs = sum(layer_activations(block, job, plan.cluster.device).inputs for block in plan.setting.model.blocks)
+    return inputs * (job.tp - 1) // job.tp
+
+
 def prime_rl_seconds(plan: Plan) -> float:
     """Seconds of a step of prime-rl's reinforcement learning that a plan does not have, as of January 2026 (d8f290ef).
 

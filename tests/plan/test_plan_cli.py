@@ -187,9 +187,10 @@ def test_bfloat16_is_proposed_and_short_host_memory_is_named() -> None:
 
 def test_one_device_has_no_buffers_for_messages() -> None:
     one, two = (json.loads(run("-m", "GPT-2", "-d", f"{n}xA100", "--json").stdout)["memory"] for n in (1, 2))
-    assert one["needed"] - one["reserved"] == 2**29 and two["needed"] - two["reserved"] == 3 * 2**29
+    assert one["needed"] - one["reserved"] == 2**29 and two["needed"] - two["allocated"] == 2 * 3 * 2**29
     assert one["reserved"] - one["allocated"] == round(0.1 * (one["allocated"] - one["persistent"])) < 3 * 2**29
-    assert two["reserved"] - two["allocated"] == 3 * 2**29
+    block = 2 * 1024 * 50257  # of the logits in bfloat16
+    assert two["reserved"] - two["allocated"] == 3 * 2**29 + block
 
 
 def test_host_memory_is_limited() -> None:

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard import Accelerator
 from fullshard.api.virtual import costs
 from fullshard.core.errors import ConfigError
+from fullshard.core.events import EventKind
 from fullshard.features.chunked_loss import chunked_cross_entropy
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
@@ -29,11 +30,14 @@ from fullshard.plan.library import load_model
 from fullshard.plan.losses import (
     BACKWARD_LOSS_NBYTES,
     LogitsNbytes,
+    cached_nbytes,
+    kept_beside_nbytes,
     logits_nbytes,
     moved_nbytes,
     recomputed_flops,
     softmax_passes,
 )
+from fullshard.plan.methods import apply_method
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.tiles import tiled
 
@@ -99,6 +103,50 @@ def test_a_step_allocates_what_is_planned(kind: str, precision: str, dtype: str,
     expected = planned(kind, precision=precision, base_dtype=dtype, keeps_outputs=keeps)
     print(f"{kind}, {precision}, {dtype}, keeps {keeps}: planned {expected}, found {found:.2f}")
     assert found == pytest.approx(expected, abs=0.6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_last_norm_and_the_head_keep_what_is_planned(kind: str, method: str) -> None:
+    """A frozen head keeps nothing, and the norm's own input is needed for the gradient of what is below."""
+    model = built(kind, torch.bfloat16)
+    if method == "lora":
+        model.requires_grad_(False)
+    inner = model.transformer if kind == "gpt2" else model.model
+    last = inner.ln_f if kind == "gpt2" else inner.norm
+    width = model.config.hidden_size
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (TOKENS, width):
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    hidden = torch.zeros(1, TOKENS, width, dtype=torch.bfloat16, requires_grad=True) * 1.0
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model.lm_head(last(hidden))
+    assert logits.requires_grad
+    sizes = {"n_embd": width, "n_layer": 1, "n_head": 2, "n_positions": TOKENS} if kind == "gpt2" else {}
+    shape, _ = from_config({**CONFIG, **sizes, "model_type": kind}, where="x")
+    job = Job.of({"seq_len": TOKENS, "precision": "no", "base_dtype": "bfloat16", "method": method})
+    assert sum(saved.values()) == kept_beside_nbytes(apply_method(shape, job), job)
+
+
+def test_kept_outputs_stay_and_a_cast_leaves_a_block() -> None:
+    """Logits that the loop keeps are there while the layers' backward runs. Reserved memory has the freed block."""
+    model, cluster = load_model("Llama-3.2-1B")[0], parse_cluster("1xA100")
+    lora = {"method": "lora", "checkpointing": "full"}
+    plans = [evaluate(model, Job.of({**lora, "keeps_outputs": keeps}), cluster) for keeps in (False, True)]
+    logits = 2048 * model.vocab
+    for plan, each in zip(plans, (0, 4), strict=True):
+        memory, framework = plan.memory, plan.memory.phases["load"]["framework"]
+        layers = [m for m in memory.timeline if m.event.kind is EventKind.BACKWARD_BEGIN and m.event.unit]
+        assert {m.nbytes["logits"] for m in layers} == {each * logits}
+        at_loss = max(m.total for m in memory.timeline if m.nbytes.get("logits", 0) >= 12 * logits)
+        assert memory.reserved == max(memory.needed, at_loss + 2 * logits) - framework
+    assert plans[1].memory.reserved + framework == at_loss + 2 * logits > plans[1].memory.needed
+    assert cached_nbytes(model, Job.of({"precision": "no", "base_dtype": "bfloat16", "keeps_outputs": True})) == 0
+    assert cached_nbytes(model, Job.of({"loss": "kernel"})) == cached_nbytes(model, Job.of({"precision": "fp32"})) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -186,7 +186,7 @@ def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
     """Return the bytes per token that norms and dropout save between attention and the feed-forward part."""
-    saved = _norm(block, job, width) * block.norms * block.hidden
+    saved = norm_nbytes(block, job, width, fused=job.compile) * block.norms * block.hidden
     if block.dropout:
         saved += 2 * (width if device.is_cpu else 1) * block.hidden
     return saved
@@ -198,7 +198,7 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
     if block.head_norms:
         normed += (block.heads + block.kv_heads) * block.head_dim
     attention = _attention(block, job, width, device)
-    saved = _norm(block, job, width) * normed + 2 * width * block.hidden + attention
+    saved = norm_nbytes(block, job, width, fused=job.compile) * normed + 2 * width * block.hidden + attention
     saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
         saved += round((1 + block.load) * width * block.experts_per_token * block.hidden)
@@ -224,9 +224,9 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
     return kept - width * (2 * block.hidden + block.intermediate)
 
 
-def _norm(block: Block, job: Job, width: int) -> int:
+def norm_nbytes(block: Block, job: Job, width: int, *, fused: bool) -> int:
     """Return the bytes that a norm saves for each element of its input. The next operation saves the output."""
-    if block.norm == "layer" or job.compile:
+    if block.norm == "layer" or fused:
         return width
     before_weight = 0 if job.method != "full" else 4 if block.norm == "rms-float32-weight" else width
     return max(4, width) + before_weight

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from fullshard.core.dtypes import AUTOCAST, itemsize
 from fullshard.core.sizes import format_nbytes
+from fullshard.plan.activations import norm_nbytes
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import ModelShape
 
@@ -81,6 +82,35 @@ def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     product = chunk * width + weight * cast  # the chunk's part of the weight's gradient, before it is added
     own = 4 * weight + job.tokens * model.hidden * width
     return LogitsNbytes(softmax, own + max(backward, product), 0)
+
+
+def kept_beside_nbytes(model: ModelShape, job: Job) -> int:
+    """Return the bytes that the last norm and the head keep for backward, which are their inputs.
+
+    A compiler fuses the norms of layers, but not the last one, which belongs to the root.
+    """
+    if not model.vocab or not model.blocks:
+        return 0
+    width = itemsize(job.compute_dtype)
+    each = norm_nbytes(model.blocks[-1], job, width, fused=False)
+    each += width * (job.loss == "fused" or _is_head_trained(model))
+    return each * model.hidden * job.tokens
+
+
+def kept_logits_nbytes(model: ModelShape, job: Job) -> int:
+    """Return the bytes of the logits that a loop keeps until the next forward."""
+    return job.tokens * model.vocab * held_width(job) if job.loss != "fused" else 0
+
+
+def cached_nbytes(model: ModelShape, job: Job) -> int:
+    """Return the bytes of a freed block in the compute dtype, in which no float32 tensor of the loss fits.
+
+    After the logits have been cast, the allocator keeps their block (`FRAGMENTATION` in `plan/memory`). If the device
+    is full, it gives the block back.
+    """
+    width = itemsize(job.compute_dtype)
+    is_cast = job.loss in ("eager", "plain") and width < _softmax_width(job) and held_width(job) != width
+    return job.tokens * model.vocab * width if is_cast else 0
 
 
 def _words(model: ModelShape, job: Job) -> int:

@@ -8,6 +8,7 @@ Each event changes the ledger in the way in which it changes memory in the engin
     unshard ready       codes are decoded into `full`; then the message is freed          + gathered, - codes
     resharded           `full` is freed                                                   - gathered
     forward end         the tensors saved by autograd stay                                + activations (root: + logits)
+                        at the root, also the inputs of the last norm and the head        + logits
     to host             activations are copied out, and the previous ones are freed       - activations
     to device           activations come back before their unit's backward                + activations
     backward begin      recomputed activations, the reduce input, one parameter's grad    + activations, reduce buffers
@@ -30,7 +31,7 @@ from fullshard.plan.activations import LayerActivations, layer_activations
 from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.host import many_page_locked_nbytes, page_locked_nbytes
 from fullshard.plan.layout import UnitLayout
-from fullshard.plan.losses import logits_nbytes
+from fullshard.plan.losses import cached_nbytes, kept_beside_nbytes, kept_logits_nbytes, logits_nbytes
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.setting import PlanSetting, of_parameters
 
@@ -90,6 +91,8 @@ class Memory:
     host_steady: int  # bytes of host memory per host during training
     checkpoint: int  # bytes on disk for one checkpoint of the whole job
     is_alone: bool  # whether there is a single device, which sends no messages
+    # The peak of the loss's backward, with the block of the logits in the compute dtype that the allocator keeps.
+    loss_reserved: int
 
     @property
     def persistent(self) -> int:
@@ -117,7 +120,9 @@ class Memory:
     @property
     def reserved(self) -> int:
         """The peak of what the allocator holds, as `torch.cuda.max_memory_reserved` reports it."""
-        return self.needed - self.phases["load"].get("framework", 0)
+        framework = self.phases["load"].get("framework", 0)
+        at_loss = self.loss_reserved + fragments_nbytes(0, is_alone=self.is_alone) if framework else 0
+        return max(self.needed, at_loss) - framework
 
     def peak_of(self, phase: str) -> int:
         """Return the peak of one phase."""
@@ -160,6 +165,7 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
         *_host(setting, ranks_per_host),
         checkpoint=_checkpoint(setting),
         is_alone=setting.layout.shard_size == setting.layout.replicate_size == setting.job.tp == 1,
+        loss_reserved=ledger.loss_peak + cached_nbytes(setting.model, setting.job),
     )
 
 
@@ -204,10 +210,12 @@ class _Ledger:
         each = {block: layer_activations(block, setting.job, setting.device) for block in set(blocks.values())}
         self.layers = {name: each[block] for name, block in blocks.items()}
         self.logits = logits_nbytes(setting.model, setting.job)
+        self.beside = kept_beside_nbytes(setting.model, setting.job)
+        self.kept_logits = kept_logits_nbytes(setting.model, setting.job)
         self.launched: list[_Gradient] = []
         self.backward_of: str | None = None
         self.collecting: set[str] = set()
-        self.leaving = self.leaving_page = self.micro_batch = self.tied_nbytes = 0
+        self.leaving = self.leaving_page = self.micro_batch = self.tied_nbytes = self.loss_peak = 0
         self.has_main_gradient = False
         self.stepping: CountedBucket | None = None
 
@@ -230,6 +238,8 @@ class _Ledger:
                 return [moments[0], self.nbytes]
             case EventKind.RESHARDED:
                 self.now["gathered units"] -= self.setting.gathered_nbytes(unit)
+            case EventKind.FORWARD_BEGIN if unit is self.root:
+                self.now["logits"] = 0
             case EventKind.FORWARD_END:
                 return self._end_forward(unit)
             case EventKind.TO_HOST if event.what == "activations":
@@ -257,7 +267,7 @@ class _Ledger:
 
     def _end_forward(self, unit: UnitLayout) -> list[dict[str, int]]:
         if unit is self.root:
-            self.now["logits"] += self.logits.forward
+            self.now["logits"] += self.logits.forward + self.beside
             fullest = self.nbytes
             self._give_up_page()
             return [fullest, self.nbytes]
@@ -282,7 +292,7 @@ class _Ledger:
             if any(p.trainable and p.role in ("head", "other") for p in self.setting.model.root.parameters):
                 moments += self._collect(unit)
             return moments
-        self.now["logits"] = 0
+        self.now["logits"] = self.kept_logits
         self.backward_of = unit.name
         layer = self.layers.get(unit.name)
         if layer is None:
@@ -295,9 +305,10 @@ class _Ledger:
 
     def _leave_loss(self) -> list[dict[str, int]]:
         """Return the memory peak of the loss's backward, and reduce the ledger to what remains after it."""
-        self.now["logits"] = self.logits.loss
+        self.now["logits"] = self.logits.loss + self.beside
         moments = [self.nbytes]
-        self.now["logits"] = self.logits.head
+        self.loss_peak = max(self.loss_peak, sum(self.now.values()))
+        self.now["logits"] = self.logits.head + self.beside
         return moments
 
     def _temporary(self, unit: UnitLayout, layer: LayerActivations) -> int:
