@@ -188,7 +188,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _span(seconds: float | None) -> str:
     if seconds is None:
         return "not measured"
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{1000 * seconds:.1f} ms"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def _compared(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

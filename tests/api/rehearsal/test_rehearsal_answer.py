@@ -115,7 +115,8 @@ def test_time_is_said_for_the_device_at_hand(known: dict[str, Any], unknown: dic
 
 
 def test_a_run_too_short_to_measure_communication_says_so(known: dict[str, Any]) -> None:
-    said = "\n".join(_lines(known | {"exposed_seconds": None, "seconds_by_plan": None}))
+    said = "\n".join(_lines(known | {"exposed_seconds": None, "seconds_by_plan": None, "step_seconds": 6.8893}))
+    assert "\nstep: 6.89 s;" in said
     assert "communication: not measured, because that needs" in said and "6 steps (better 14)" in said
     assert "of which" not in said and "there is no plan" not in said and ", plan " in said
 
