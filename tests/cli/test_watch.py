@@ -114,19 +114,22 @@ def test_the_last_trouble_of_a_run(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "ended"),
+    ("kind", "message", "code", "ended"),
     [
-        (Happening.END, 0, "done, 31 steps"),
-        (Happening.FAILURE, 1, "failed after step 31: out of memory"),
-        (Happening.PREEMPTION, 0, "stopped by a signal after step 31"),
+        (Happening.END, "", 0, "done, 31 steps"),
+        (Happening.FAILURE, "out of memory", 1, "failed after step 31: out of memory"),
+        (Happening.PREEMPTION, "saved and stopped because of a signal", 0, "stopped by a signal after step 31\n"),
+        (Happening.PREEMPTION, "SIGTERM ended the run without a save", 1, "stopped by a signal after step 31: SIGTERM"),
     ],
 )
-def test_it_ends_with_the_run(run: Path, kind: Happening, code: int, ended: str) -> None:
+def test_it_ends_with_the_run(run: Path, kind: Happening, message: str, code: int, ended: str) -> None:
+    note(run, Happening.PREEMPTION, "SIGTERM: asked to save and end")  # this does not end it
+
     def train() -> None:
         time.sleep(0.5)
         with (run / "metrics.jsonl").open("a") as file:
             file.write(step(31))
-        note(run, kind, "out of memory")
+        note(run, kind, message)
 
     training = threading.Thread(target=train)
     training.start()

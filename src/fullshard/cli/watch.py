@@ -43,8 +43,8 @@ def watch(
     """Follow a run in the terminal: steps, loss, speed and trouble.
 
     Another terminal, job or host trains it. The command ends with the run, with
-    exit code 1 if the run failed or its launcher was killed. Ctrl-C ends only
-    the command.
+    exit code 1 if the run failed, a signal ended it before it saved, or its
+    launcher was killed. Ctrl-C ends only the command.
     """
     from rich.live import Live
 
@@ -68,7 +68,7 @@ def watch(
                 break
             shown = text
             time.sleep(every)
-    if lost or record.outcome == "failed":
+    if lost or record.outcome == "failed" or (record.outcome == "stopped" and not record.is_saved):
         raise typer.Exit(1)
 
 

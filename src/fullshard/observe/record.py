@@ -109,12 +109,18 @@ class RunRecord:
     @property
     def outcome(self) -> Literal["done", "failed", "stopped", "unknown"]:
         """Return how the last start of the run ended. It is unknown if the run may still continue."""
-        kinds = [event["kind"] for event in self.events]
-        if kinds and kinds[-1] == "end":
+        last = self.events[-1] if self.events else {"kind": ""}
+        if last["kind"] == "end":
             return "done"
         if self.failure is not None:
             return "failed"
-        return "stopped" if kinds and kinds[-1] == "preemption" else "unknown"
+        is_saving = "asked to save" in str(last.get("message"))  # another event follows
+        return "stopped" if last["kind"] == "preemption" and not is_saving else "unknown"
+
+    @property
+    def is_saved(self) -> bool:
+        """Return whether the last event says that the run saved and stopped because of a signal."""
+        return str(self.events[-1].get("message")).startswith("saved and stopped") if self.events else False
 
     @property
     def failure(self) -> dict[str, Any] | None:
@@ -134,7 +140,7 @@ class RunRecord:
         after, count = (f" after step {last}", plural(last, "step")) if self.steps else ("", "unknown step")
         how = f"rank {failure.get('rank')}: {failure.get('how', '')}"
         told = str(failure.get("message") or how) if failure else str((self.events or [{}])[-1].get("message", ""))
-        why = "" if told.startswith("saved and stopped") else told.partition("\n")[0]
+        why = "" if self.is_saved else told.partition("\n")[0]
         further = "; the record does not show whether the run continues" if self.events else ""
         return {
             "done": f"done, {count}",
