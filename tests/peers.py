@@ -53,7 +53,7 @@ from fullshard.plan.experts import slowdown
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
-from fullshard.plan.losses import BACKWARD_LOSS_NBYTES, moved_nbytes
+from fullshard.plan.losses import BACKWARD_LOSS_NBYTES, cached_nbytes, moved_nbytes
 from fullshard.plan.memory import fragments_nbytes
 from fullshard.plan.methods import apply_method
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
@@ -119,7 +119,7 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
     terms = {**persistent, **fullest}
     transient = sum(fullest.values())
     if peer.tool == "reserved" and fullest is moments[0]:
-        terms["block of logits"] = _cached_logits(model, job)
+        terms["block of logits"] = cached_nbytes(model, job)
         transient = 0
     if peer.tool != "allocated":
         terms["allocator"] = fragments_nbytes(transient, is_alone=ranks == 1)
@@ -236,16 +236,6 @@ def _loss_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[st
         # Those of the micro-batches before the last.
         "gradients": _gradients(model, job, peer, ranks) if job.accumulation > 1 else 0,
     }
-
-
-def _cached_logits(model: ModelShape, job: Job) -> int:
-    """The block of the head's output, which no float32 tensor fits in after it has been cast and freed.
-
-    With it, Answer.AI's QLoRA of Llama-2-7B grows by 1.63 GiB per sequence of 2,048 tokens. From 4 to 10 sequences, its
-    reserved memory grows by 1.625 GiB for each. If the device is full, the allocator gives the block back.
-    """
-    width = itemsize(job.compute_dtype)
-    return job.tokens * model.vocab * width if job.loss == "eager" and width < 4 else 0
 
 
 def _kept_logits(model: ModelShape, job: Job, peer: Peer) -> int:
