@@ -203,7 +203,7 @@ def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> Mode
             unit.name,
             # A bucket may have been frozen when it was made.
             tuple(CountedBucket.like(bucket.plan, trainable=bucket.has_gradient) for bucket in unit.buckets),
-            unit.frees_after_forward,
+            unit.reshards_after_forward,
             feeds_units=unit is root and any(p.requires_grad for p in _embeddings_of(unit)),
             takes_ids=unit is root or isinstance(unit.modules[0], nn.Embedding),
             block=None,
@@ -219,7 +219,7 @@ def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> Mode
         mesh.shard_size,
         mesh.replicate_size,
         returns_head=bool(begun) and plans[begun[0]].is_head,
-        keeps_parameters=not any(unit.reshard_after_backward for unit in units),
+        keeps_parameters=not any(unit.reshards_after_backward for unit in units),
         keeps_gradients=root.schedule.keeps_gradients,
     )
 

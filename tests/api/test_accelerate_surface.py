@@ -247,7 +247,7 @@ def test_accelerates_plugin_means_what_it_says(version: int) -> None:
         fields |= {"reshard_after_forward": False}
     accelerator = Accelerator(cpu=True, fsdp_plugin=_their_plugin(**fields))
     sharding, plugin = accelerator._config.sharding, accelerator.state.fsdp_plugin
-    assert not sharding.resolved_strategy().frees_after_forward
+    assert not sharding.resolved_strategy().reshards_after_forward
     assert sharding.activation_checkpointing
     assert accelerator._config.precision.compute_dtype == "bfloat16"
     assert plugin.state_dict_type == "FULL_STATE_DICT"
@@ -268,7 +268,7 @@ def test_what_accelerates_plugin_leaves_at_its_default_is_left_to_the_launcher(
     theirs = _their_plugin(fsdp_version=2, activation_checkpointing=True)
     sharding = Accelerator(cpu=True, fsdp_plugin=theirs)._config.sharding
     assert sharding.activation_checkpointing and sharding.cpu_offload
-    assert not sharding.resolved_strategy().frees_after_forward
+    assert not sharding.resolved_strategy().reshards_after_forward
     replaced = dataclasses.replace(_their_plugin(fsdp_version=2), transformer_cls_names_to_wrap=["Linear"])
     assert Accelerator(cpu=True, fsdp_plugin=replaced)._config.sharding.cpu_offload
 

@@ -24,9 +24,9 @@ def test_the_rows_and_their_codes() -> None:
 
 def test_what_tells_the_rows_apart() -> None:
     """No two rows say the same, so nothing but the row is needed at run time."""
-    contents = {(*map(str, row.placements), row.frees_after_forward) for row in STRATEGIES.values()}
+    contents = {(*map(str, row.placements), row.reshards_after_forward) for row in STRATEGIES.values()}
     assert len(contents) == len(STRATEGIES)
-    assert [row.name for row in STRATEGIES.values() if row.frees_after_forward] == ["FULL_SHARD", "HYBRID_SHARD"]
+    assert [row.name for row in STRATEGIES.values() if row.reshards_after_forward] == ["FULL_SHARD", "HYBRID_SHARD"]
     for row in STRATEGIES.values():
         assert len({tuple(role) for role in row.placements}) == 1, "a mesh has the same axes for every role"
         assert row.optimizer_state.get(Axis.SHARD, Placement.SHARD) is Placement.SHARD
@@ -42,7 +42,7 @@ def test_what_follows_from_the_axes() -> None:
 
 
 def test_the_row_that_differs_after_forward_alone() -> None:
-    others = {name: (row.freeing(True), row.freeing(False)) for name, row in STRATEGIES.items()}
+    others = {name: (row.with_reshard(True), row.with_reshard(False)) for name, row in STRATEGIES.items()}
     names = {name: tuple(row and row.name for row in rows) for name, rows in others.items()}
     assert names == {
         "FULL_SHARD": ("FULL_SHARD", "SHARD_GRAD_OP"),
@@ -71,7 +71,7 @@ def test_a_mesh_and_what_is_done_are_one_row() -> None:
             for other in STRATEGIES.values()
             if other.matches(
                 *sizes,
-                reshards_after_forward=row.frees_after_forward,
+                reshards_after_forward=row.reshards_after_forward,
                 keeps_parameters=row.keeps_parameters,
                 keeps_gradients=row.keeps_gradients,
             )

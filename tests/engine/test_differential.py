@@ -226,7 +226,7 @@ def grid(strategy: str, shard_size: int | None, name: str) -> dict[str, float]:
     if plan.cls is not Model or (replicate_size > 1 and size == 1):
         return result  # torch's takes no such parameters, or has no such strategy
     mesh_shape = (size,) if replicate_size == 1 else (replicate_size, size)
-    reshard = row.frees_after_forward
+    reshard = row.reshards_after_forward
     peer = train(lambda m: theirs(m, mesh_shape=mesh_shape, reshard_after_forward=reshard), plan)
     return result | {f"torch {kind}": value for kind, value in compare(record, peer).items()}
 

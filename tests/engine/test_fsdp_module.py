@@ -726,8 +726,8 @@ def test_torchs_tool_counts_the_collectives_that_there_are(comm: str, monkeypatc
 SWITCHES: dict[str, Callable[[Any], list[bool]]] = {
     "set_requires_gradient_sync": lambda unit: [unit.reduce_gradients],
     "set_requires_all_reduce": lambda unit: [bucket.reduction.requires_all_reduce for bucket in unit.buckets],
-    "set_reshard_after_forward": lambda unit: [unit.frees_after_forward],
-    "set_reshard_after_backward": lambda unit: [unit.reshard_after_backward],
+    "set_reshard_after_forward": lambda unit: [unit.reshards_after_forward],
+    "set_reshard_after_backward": lambda unit: [unit.reshards_after_backward],
 }
 
 

@@ -113,7 +113,7 @@ def test_the_head_is_kept_beside_what_a_budget_keeps() -> None:
     assert "0 of 3 units" in said[0]
     head = unit_of(model.get_submodule("lm_head"))
     assert head is not None
-    assert not head.frees_after_forward
+    assert not head.reshards_after_forward
 
 
 def test_the_setting_reaches_the_engine() -> None:

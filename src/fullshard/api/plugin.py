@@ -205,7 +205,7 @@ class FullyShardedDataParallelPlugin:
         effective |= {
             "fsdp_version": 2,  # a model is sharded in place
             "mixed_precision_policy": None if policy == MixedPrecisionPolicy() else policy,
-            "reshard_after_forward": ("auto" if sharding.keeps_what_fits else strategy.frees_after_forward),
+            "reshard_after_forward": ("auto" if sharding.keeps_what_fits else strategy.reshards_after_forward),
             "sharding_strategy": _Name(strategy.name),
             "backward_prefetch": _Name(sharding.backward_prefetch),
             "state_dict_type": _Name(config.checkpoint.state_dict_type),

@@ -133,7 +133,7 @@ def _finish_strategy(reading: Reading) -> None:
     if strategy is None or reshard is None or reshard.value is None:
         return
     row = parse_strategy(strategy.value)
-    if reshard.value == "auto" or row.freeing(reshard.value) in (None, row):
+    if reshard.value == "auto" or row.with_reshard(reshard.value) in (None, row):
         return  # the schema refuses combinations that a row does not support
     said = f"{reshard.key} = {str(reshard.value).lower()}"
     version = reading.entries.get("fsdp_version")

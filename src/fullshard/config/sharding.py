@@ -267,7 +267,7 @@ class ShardingConfig(Settings):
         """Return the strategy after `reshard_after_forward` has been applied to it, or raise `CombinationError`."""
         row = parse_strategy(self.strategy)
         if self.reshard_after_forward == "auto":
-            if row.frees_after_forward:
+            if row.reshards_after_forward:
                 return row
             raise CombinationError(
                 f"reshard_after_forward = 'auto' decides which units stay unsharded, but {row.name} keeps all units "
@@ -276,7 +276,7 @@ class ShardingConfig(Settings):
                 "strategy",
                 hint="use FULL_SHARD or HYBRID_SHARD, or remove reshard_after_forward",
             )
-        other = row if self.reshard_after_forward is None else row.freeing(self.reshard_after_forward)
+        other = row if self.reshard_after_forward is None else row.with_reshard(self.reshard_after_forward)
         if other is not None:
             return other
         raise CombinationError(

@@ -48,7 +48,7 @@ class Strategy:
     parameters: Placements = field(hash=False)
     gradients: Placements = field(hash=False)
     optimizer_state: Placements = field(hash=False)
-    frees_after_forward: bool  # whether unsharded parameters are freed between forward and backward
+    reshards_after_forward: bool  # whether unsharded parameters are freed between forward and backward
 
     @property
     def placements(self) -> tuple[Placements, Placements, Placements]:
@@ -75,15 +75,15 @@ class Strategy:
         """Return whether every rank accumulates unsharded gradients and reduces them only in the last micro-batch."""
         return self.gradients.get(Axis.SHARD) is Placement.REPLICATE
 
-    def freeing(self, after_forward: bool) -> Strategy | None:
+    def with_reshard(self, after_forward: bool) -> Strategy | None:
         """Return the row with the same placements and the given behavior after forward, or None if there is none."""
         rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
-        return next((row for row in rows if row.frees_after_forward == after_forward), None)
+        return next((row for row in rows if row.reshards_after_forward == after_forward), None)
 
     def with_axes(self, *axes: Axis) -> Strategy:
         """Return a row with these axes, preferably one with the same behavior after forward."""
         rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
-        return next((row for row in rows if row.frees_after_forward == self.frees_after_forward), rows[0])
+        return next((row for row in rows if row.reshards_after_forward == self.reshards_after_forward), rows[0])
 
     def shard_size_on(self, ranks_per_host: int, shard_size: int | None) -> int | None:
         """Return `shard_size`, or the number of ranks per host if it is None and the strategy is hybrid."""
@@ -125,7 +125,7 @@ class Strategy:
         """Return whether the row fits a mesh of this shape and the given behavior after forward and between steps."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
         requested = (reshards_after_forward, keeps_parameters, keeps_gradients)
-        own = (self.frees_after_forward, self.keeps_parameters, self.keeps_gradients)
+        own = (self.reshards_after_forward, self.keeps_parameters, self.keeps_gradients)
         return self.optimizer_state.keys() == axes and own == (requested if Axis.SHARD in axes else (False,) * 3)
 
 
@@ -138,13 +138,13 @@ STRATEGIES: dict[str, Strategy] = {
     row.name: row
     for row in (
         #         name                     parameters, gradients, optimizer state
-        Strategy("FULL_SHARD", 1, _S, _S, _S, frees_after_forward=True),
-        Strategy("SHARD_GRAD_OP", 2, _S, _S, _S, frees_after_forward=False),
-        Strategy("NO_SHARD", 3, _R, _R, _R, frees_after_forward=False),
-        Strategy("HYBRID_SHARD", 4, _RS, _RS, _RS, frees_after_forward=True),
-        Strategy("HYBRID_SHARD_ZERO2", 5, _RS, _RS, _RS, frees_after_forward=False),
-        Strategy("SHARD_GRAD_OPTIMIZER", None, _WHOLE, _S, _S, frees_after_forward=False),
-        Strategy("SHARD_OPTIMIZER", None, _WHOLE, _WHOLE, _S, frees_after_forward=False),
+        Strategy("FULL_SHARD", 1, _S, _S, _S, reshards_after_forward=True),
+        Strategy("SHARD_GRAD_OP", 2, _S, _S, _S, reshards_after_forward=False),
+        Strategy("NO_SHARD", 3, _R, _R, _R, reshards_after_forward=False),
+        Strategy("HYBRID_SHARD", 4, _RS, _RS, _RS, reshards_after_forward=True),
+        Strategy("HYBRID_SHARD_ZERO2", 5, _RS, _RS, _RS, reshards_after_forward=False),
+        Strategy("SHARD_GRAD_OPTIMIZER", None, _WHOLE, _S, _S, reshards_after_forward=False),
+        Strategy("SHARD_OPTIMIZER", None, _WHOLE, _WHOLE, _S, reshards_after_forward=False),
     )
 }
 

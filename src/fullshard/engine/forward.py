@@ -92,7 +92,7 @@ class Forward:
             self.order = self.ran  # a failed forward would lack the other units
         for unit in schedule.units:
             # Prefetched but not used, or kept for a backward that will not happen.
-            keeps = torch.is_grad_enabled() or unit.is_kept_for_backward or not unit.reshard_after_backward
+            keeps = torch.is_grad_enabled() or unit.is_kept_for_backward or not unit.reshards_after_backward
             if unit.state is UnitState.GATHERING or not keeps:
                 unit.reshard()
             unit.rest()

@@ -103,7 +103,7 @@ def fully_shard(
         slot.compute_dtype = policy.override(slot.parameter)  # first, because moving may replace the object
     inside = own_modules(plan, units_in(modules))
     move_to_device(plan, inside, device=resolved.device, buffer_dtype=policy.buffer_dtype)
-    unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, frees_after_forward=reshard)
+    unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, reshards_after_forward=reshard)
     unit.neighbors = None if neighbors is None else resolved.neighbors(neighbors)
     assemble(modules, schedule)
     return module
@@ -115,7 +115,7 @@ def make_unit(
     schedule: Schedule,
     policy: MixedPrecisionPolicy,
     storage: Storage,
-    frees_after_forward: bool | None,
+    reshards_after_forward: bool | None,
     values: Values | None = None,
     prefix: str = "FSDP",
 ) -> Unit:
@@ -123,7 +123,7 @@ def make_unit(
 
     `values` supplies the values of parameters without memory. `prefix` is put before the class names of the modules.
     """
-    unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, frees_after_forward=frees_after_forward)
+    unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, reshards_after_forward=reshards_after_forward)
     if values is not None or not any(postpones(unit) for postpones in schedule.extensions.postpones):
         unit.allocate(values)
     for module in plan.modules:
@@ -255,7 +255,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
 
 
 def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None, int | None]:
-    """Return whether to free parameters after forward, and how many neighbors share them until backward, if any."""
+    """Return whether to reshard after forward, and how many neighbors share the parameters until backward, if any."""
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int) or value < 1 or shard_size % value:

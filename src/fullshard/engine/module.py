@@ -81,12 +81,12 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether the unsharded parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.frees_after_forward, unit.neighbors = reshard_after_forward, None
+            unit.reshards_after_forward, unit.neighbors = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are freed after backward. Keeping them saves gathers between micro-batches."""
         for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.reshards_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one of a gradient accumulation.
@@ -168,8 +168,8 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
             paths.setdefault(id(inner), []).append(clean_name(path))
     for unit in units:
         unit.name = ", ".join(paths[id(module)][0] for module in unit.modules)
-        unit.frees_after_forward = (
-            unit.modules[0] is not modules[0] if unit.asked_to_free is None else unit.asked_to_free
+        unit.reshards_after_forward = (
+            unit.modules[0] is not modules[0] if unit.asked_to_reshard is None else unit.asked_to_reshard
         )
         for slot, parameter in unit.entries:
             names = [qualified(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]

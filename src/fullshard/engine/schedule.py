@@ -36,7 +36,7 @@ class Schedule:
         steps: the number of optimizer steps so far.
         after_step: a function that is called with the number of steps before the first forward after a step.
         is_last_backward: whether the next backward ends a gradient accumulation.
-        keeps_parameters: whether parameters stay unsharded until the step, in units with `reshard_after_backward` set
+        keeps_parameters: whether parameters stay unsharded until the step, in units with `reshards_after_backward` set
             to False.
         keeps_gradients: whether every backward except the last of a step leaves its gradients unsharded and unreduced.
     """

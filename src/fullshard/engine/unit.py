@@ -39,8 +39,7 @@ class Unit(UnitParameters):
     """The engine's state of one unit.
 
     Attributes:
-        asked_to_free: whether to free unsharded parameters between forward and backward. None frees them unless this is
-            the outermost unit.
+        asked_to_reshard: whether to reshard between forward and backward. None: unless it is the outermost unit.
         prefetched_in_forward, prefetched_in_backward: the units to prefetch while this one runs; None means the unit
             that is next in order.
         is_kept_for_backward: whether the unit stays unsharded until the backward pass ends, because no output hook will
@@ -54,11 +53,11 @@ class Unit(UnitParameters):
         policy: MixedPrecisionPolicy,
         storage: Storage,
         schedule: Schedule,
-        frees_after_forward: bool | None,
+        reshards_after_forward: bool | None,
     ) -> None:
-        self.asked_to_free = frees_after_forward
-        self.frees_after_forward = frees_after_forward is not False
-        self.reshard_after_backward = True
+        self.asked_to_reshard = reshards_after_forward
+        self.reshards_after_forward = reshards_after_forward is not False
+        self.reshards_after_backward = True
         self.reduce_gradients = self.unshard_in_backward = True
         self.is_kept_for_backward = False
         self.prefetched_in_forward: list[Unit] | None = None
@@ -156,7 +155,7 @@ class Unit(UnitParameters):
         try:
             if len(self._ran) == len(self.modules):  # the last of the modules unsharded together reshards them
                 self._ran.clear()
-                keep = in_backward or self.is_kept_for_backward or not self.frees_after_forward
+                keep = in_backward or self.is_kept_for_backward or not self.reshards_after_forward
                 if (failed and not in_backward) or not (keep or any(call.is_active for call in self.calls.live())):
                     self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
         except BaseException:  # another rank has exited, so memory shared with it cannot be freed
@@ -242,15 +241,15 @@ class Unit(UnitParameters):
             self._reshard_after_backward(None)
 
     def _reshard_after_backward(self, previous: Unit | None) -> None:
-        if self.reshard_after_backward and previous is not self:  # they are equal if the same unit is next
+        if self.reshards_after_backward and previous is not self:  # they are equal if the same unit is next
             self.reshard()
 
     def end_backward(self) -> None:
-        """End all calls at the end of the complete backward. Reshard unless `reshard_after_backward` is false."""
+        """End all calls at the end of the complete backward. Reshard unless `reshards_after_backward` is false."""
         for call in self.calls.live():
             call.end()
         self.is_kept_for_backward = False
-        if self.reshard_after_backward:
+        if self.reshards_after_backward:
             self.reshard()
         self.rest()
 

@@ -62,13 +62,13 @@ def keep_unsharded(
 
 def keep_head(head: nn.Module) -> None:
     """Keep the unit of `head` unsharded after forward, because backward needs it first. The head must be a unit."""
-    require_unit(head).frees_after_forward = False
+    require_unit(head).reshards_after_forward = False
 
 
 def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
     """Keep the last units of forward unsharded, within the smallest budget of any rank. Return a description."""
     root = schedule.units[-1]
-    inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are always kept
+    inner = [unit for unit in schedule.units if unit.reshards_after_forward]  # the others are always kept
     free = [unit for unit in inner if not unit.freed_nbytes]
     if len(free) == len(inner):
         budget_nbytes, why = None, "freeing them would release no memory: ranks share it, or this rank owns all of it"
@@ -77,7 +77,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
     costly = [unit for unit in schedule.units_by_backward() if unit in inner and unit not in free]
     costly = costly[: 0 if budget_nbytes is None else count_kept([unit.freed_nbytes for unit in costly], budget_nbytes)]
     for unit in inner:
-        unit.frees_after_forward = unit not in free and unit not in costly
+        unit.reshards_after_forward = unit not in free and unit not in costly
     cost = "which costs nothing"
     if budget_nbytes is not None:
         cost = f"{format_nbytes(sum(unit.freed_nbytes for unit in costly))} of {format_nbytes(budget_nbytes)}"

@@ -65,8 +65,8 @@ class Sharding:
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         numel = sum(bucket.layout.numel for bucket in buckets)
         # Skip the root, which keeps its parameters under every strategy.
-        kept = sum(not unit.frees_after_forward and unit.asked_to_free is not None for unit in units)
-        frees = not kept or any(unit.frees_after_forward for unit in units)
+        kept = sum(not unit.reshards_after_forward and unit.asked_to_reshard is not None for unit in units)
+        frees = not kept or any(unit.reshards_after_forward for unit in units)
         sizes = mesh.replicate_size, mesh.shard_size
         done = {
             "reshards_after_forward": frees,

@@ -241,7 +241,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
     if budget is not None:
-        units = [unit for unit in reversed(layout.calls) if unit.frees_after_forward]  # the last first
+        units = [unit for unit in reversed(layout.calls) if unit.reshards_after_forward]  # the last first
         kept = count_kept([0 if route.shares_memory else unit.gathered_nbytes for unit in units], budget)
         layout = layout.keeping(kept)
     repeats, step = _repeats(job)

@@ -20,7 +20,7 @@ class UnitLayout:
 
     name: str  # the module's qualified name, which is empty for the root
     buckets: tuple[CountedBucket, ...]
-    frees_after_forward: bool  # whether the unit's unsharded parameters are freed between forward and backward
+    reshards_after_forward: bool  # whether the unit's unsharded parameters are freed between forward and backward
     feeds_units: bool  # whether a trainable parameter of the unit (an embedding) is used before the first inner unit
     takes_ids: bool  # whether the unit's inputs are token ids, which never need a gradient
     block: Block | None
@@ -81,10 +81,11 @@ class ModelLayout:
 
     def keeping(self, count: int) -> Self:
         """Return a copy in which the last `count` of the units that are freed after forward stay unsharded."""
-        inner = [unit.name for unit in self.calls if unit.frees_after_forward]
+        inner = [unit.name for unit in self.calls if unit.reshards_after_forward]
         kept = set(inner[len(inner) - count :])
         return self._with(
-            dataclasses.replace(unit, frees_after_forward=False) if unit.name in kept else unit for unit in self.units
+            dataclasses.replace(unit, reshards_after_forward=False) if unit.name in kept else unit
+            for unit in self.units
         )
 
     def with_pages(self, nbytes: Callable[[Block], int]) -> Self:
@@ -133,7 +134,7 @@ def lay_out(
                 unit.name,
                 _buckets(unit.parameters, dtypes, shard_size, offload or Offload()),
                 # The root and a head are needed again immediately when backward begins.
-                strategy.frees_after_forward and not is_root and not is_head,
+                strategy.reshards_after_forward and not is_root and not is_head,
                 feeds_units=is_root and embeds,
                 takes_ids=is_root or next((p.role for p in unit.parameters if len(p.shape) == 2), "") == "embedding",
                 block=unit.block,

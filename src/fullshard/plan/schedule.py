@@ -147,7 +147,7 @@ class _Run:
 
     def end_forward(self, unit: UnitLayout) -> None:
         self.emit(EventKind.FORWARD_END, unit)
-        if unit.frees_after_forward:
+        if unit.reshards_after_forward:
             self.reshard(unit)
 
     def backward(self, *, reduces: bool) -> None:

@@ -305,7 +305,7 @@ class _Search:
                         yield wrapped
                         plan = wrapped
             spare = int(10 * (self._margin * plan.cluster.device.memory - plan.memory.needed) / GIB) / 10
-            frees = plan.job.row.frees_after_forward and plan.setting.layout.shard_size > 1
+            frees = plan.job.row.reshards_after_forward and plan.setting.layout.shard_size > 1
             if spare > 0 and frees and not KEEP_WHAT_FITS.keys() & self._fixed:
                 more = {**KEEP_WHAT_FITS, "unsharded_memory_gib": spare}
                 kept = evaluate(plan.model, Job.of({**plan.job.model_dump(), **more}), plan.cluster)

@@ -82,7 +82,7 @@ def shard_model(
     if units_in([model]):
         raise WrapError("part of the model is already sharded", hint="call shard_model once, on an unsharded model")
     check_can_be_unsharded(model, [model, *unit_modules])
-    reshard = row.frees_after_forward if reshard_after_forward is None else reshard_after_forward
+    reshard = row.reshards_after_forward if reshard_after_forward is None else reshard_after_forward
     storage = storage_of(offload_policy, mesh.device)
     weights = weight_source(model)
     plans = _plan_units(model, unit_modules, weights, ignored_parameters(ignored_params))
@@ -113,7 +113,7 @@ def shard_model(
                 schedule=schedule if own is mesh else Schedule(own),  # the model's own takes its units over
                 policy=policy,
                 storage=storage,
-                frees_after_forward=None if reshard and plan.modules[0] is model else reshard,
+                reshards_after_forward=None if reshard and plan.modules[0] is model else reshard,
                 values=weights,
                 prefix="",  # keep the class name, which configs, Transformers and PEFT look up
             )
@@ -123,7 +123,7 @@ def shard_model(
     schedule.keeps_parameters, schedule.keeps_gradients = row.keeps_parameters, row.keeps_gradients
     for unit in schedule.units:
         # Even if resharding frees no memory, it tells the other ranks that the main weights they read may change.
-        unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
+        unit.reshards_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
     schedule.event_sink = event_sink
     return model
 

@@ -93,7 +93,7 @@ class _ParameterGroup(_View):
         "fsdp_params": lambda unit: [_Parameter(unit, parameter) for _, parameter in unit.entries],
         "mesh_info": _Axis,
         # ranks that share parameters until backward; None if they stay unsharded
-        "post_forward_mesh_info": lambda unit: _Axis(unit) if unit.frees_after_forward else None,
+        "post_forward_mesh_info": lambda unit: _Axis(unit) if unit.reshards_after_forward else None,
         "is_sharded": lambda unit: not _is_unsharded(unit),
         "is_unsharded": _is_unsharded,
         "unshard": lambda unit: unit.modules[0].unshard,
@@ -102,7 +102,7 @@ class _ParameterGroup(_View):
         "post_backward": _reduce_kept,
     }
     SET: ClassVar = {
-        "post_forward_mesh_info": lambda unit, value: setattr(unit, "frees_after_forward", value is not None)
+        "post_forward_mesh_info": lambda unit, value: setattr(unit, "reshards_after_forward", value is not None)
     }
 
 
@@ -126,7 +126,7 @@ class TorchState(_View):
         "_fsdp_param_group": lambda unit: _ParameterGroup(unit) if unit.slots else None,
         "_fsdp_param_groups": lambda unit: [_ParameterGroup(unit)] if unit.slots else [],
         "_mp_policy": lambda unit: unit.policy,
-        "_auto_reshard_after_forward": lambda unit: unit.asked_to_free is None,
+        "_auto_reshard_after_forward": lambda unit: unit.asked_to_reshard is None,
         "_lazy_init": lambda unit: lambda: None,  # a unit gets its schedule when the root is sharded
         "_root_post_backward_final_callback": _reduce_kept,
         "_pre_forward": lambda unit: lambda _module, args, kwargs: (args, kwargs),
@@ -134,7 +134,7 @@ class TorchState(_View):
     }
     SET: ClassVar = {
         "_auto_reshard_after_forward": lambda unit, value: setattr(
-            unit, "asked_to_free", None if value else unit.frees_after_forward
+            unit, "asked_to_reshard", None if value else unit.reshards_after_forward
         )
     }
 
