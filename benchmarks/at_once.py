@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Parts, Reduction, Work, own_interval
+from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Reduction, SplitSizes, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import completed
@@ -36,7 +36,7 @@ class AtOnce(Collectives):
         """Take this rank's own values for the sum."""
         return completed(tensor)
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, splits: SplitSizes, *, tag: int) -> Work:
         """Leave `arriving` as it is."""
         return completed(arriving)
 

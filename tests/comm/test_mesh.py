@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.checkpoint import full_state_dict
 from fullshard.comm.device import current
-from fullshard.comm.mesh import _part, init_mesh
+from fullshard.comm.mesh import _submesh, init_mesh
 from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.features import fully_shard, shard_model
 from tests.distributed import end_workers, run_ranks
@@ -163,7 +163,7 @@ def _messages_without_a_group_for_the_host() -> list[Any]:
     group = dist.new_group([0, 1], backend="cuda:gloo")  # as in a job that began with init_process_group("nccl")
     if dist.get_rank() == 2:
         return []
-    part = _part(DeviceMesh.from_group(group, "cpu"), torch.device("cuda", 0), only_replicates=False)
+    part = _submesh(DeviceMesh.from_group(group, "cpu"), torch.device("cuda", 0), only_replicates=False)
     assert part.shard_group is group is part.world_group
     return part.all_gather_object(dist.get_rank())
 

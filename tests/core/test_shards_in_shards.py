@@ -17,7 +17,7 @@ from fullshard.core.layout import Interval
 
 
 def flattened(whole: torch.Tensor, chunking: Chunking) -> torch.Tensor:
-    groups = [group.chunk(chunking.parts, chunking.dim) for group in whole.chunk(chunking.groups, chunking.dim)]
+    groups = [group.chunk(chunking.chunks, chunking.dim) for group in whole.chunk(chunking.groups, chunking.dim)]
     parts = range(max(map(len, groups)))
     return torch.cat([torch.cat([group[part] for group in groups], chunking.dim).reshape(-1) for part in parts])
 

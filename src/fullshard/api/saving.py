@@ -34,7 +34,7 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.store import is_of_a_save
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.core.files import parse_json, whole_file
+from fullshard.core.files import atomic_file, parse_json
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.core.sizes import parse_size
@@ -374,7 +374,7 @@ def _write_pickles(weights: dict[str, Any], directory: Path, max_shard_size: int
 def save_object(obj: Any, path: Path, *, safe: bool) -> None:
     """Write an object to a file atomically: the file appears only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as temp:
+    with atomic_file(path) as temp:
         if safe:
             safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in obj.items()}, temp)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fullshard.checkpoint.tensors import LocalTensor
-from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes, in_whole, replaced, strides_of
+from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes, in_full_tensor, replaced, strides_of
 from fullshard.core.layout import Interval
 
 
@@ -36,11 +36,11 @@ def read_across(
         read(wanted, out)
         return
     start = 0
-    for part in range(target.parts):
+    for part in range(target.chunks):
         sizes = target.sizes(shape, part)
         own = wanted.intersect(Interval(start, start + math.prod(sizes)))
         for box in boxes(sizes, own.shift(-start)) if own.numel else ():
-            for piece in in_whole(box, target, shape, part):
+            for piece in in_full_tensor(box, target, shape, part):
                 _read_box(read, out, shape, source, piece, own.start - wanted.start)
         start += math.prod(sizes)
 
@@ -69,7 +69,7 @@ def _read_box(
     """Read the box `wanted` of a tensor from the parts of the source, to the elements of `out` from `offset`."""
     dim, start = source.dim, 0
     first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
-    for part in range(source.parts):
+    for part in range(source.chunks):
         held = source.sizes(shape, part)
         for whole, inner, length in source.pieces(shape, part):
             low, high = max(first, whole), min(last, whole + length)

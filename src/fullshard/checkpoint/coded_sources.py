@@ -63,7 +63,7 @@ def fill_cut(
     out: Mapping[str, torch.Tensor],
 ) -> bool:
     """Read codes and scales of this rank's elements in `interval`. Return False if tensor parallelism cuts a block."""
-    pieces = [piece for part in range(chunking.parts) for piece in chunking.pieces(shape, part)]
+    pieces = [piece for part in range(chunking.chunks) for piece in chunking.pieces(shape, part)]
     if chunking.dim == len(shape) - 1 and any(bound % coded.form.atom for piece in pieces for bound in piece):
         return False
     for part in coded.form.parts:

@@ -56,7 +56,7 @@ from fullshard.core.journal import JOURNAL
 from fullshard.core.layout import Interval
 from fullshard.core.version import __version__
 from fullshard.engine.precision import dtype_name, map_tensors
-from fullshard.engine.shard_spec import CodedPart
+from fullshard.engine.shard_spec import CodedShard
 from fullshard.features import ShardedParameter, ShardedTensor
 from fullshard.features.averages import EMA
 
@@ -252,7 +252,7 @@ def _whole(tensor: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
 
 def _stored(name: str, held: Any, *, is_flat: bool = True) -> dict[str, torch.Tensor]:
     """Return the tensors that store what a rank holds of a tensor, by their names in the file."""
-    if isinstance(held, CodedPart | CodedTensor):
+    if isinstance(held, CodedShard | CodedTensor):
         return {f"{name}.{part}": tensor for part, tensor in held.parts.items()}
     return {name: held.detach().reshape(-1) if is_flat else held.detach()}
 

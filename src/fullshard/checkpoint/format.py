@@ -232,7 +232,7 @@ def chunking_record(chunking: Chunking) -> ChunkingRecord | None:
     """Return the record of a chunking, or None if elements are counted row by row."""
     if chunking.is_row_by_row:
         return None
-    return ChunkingRecord(dim=chunking.dim, parts=chunking.parts, groups=chunking.groups)
+    return ChunkingRecord(dim=chunking.dim, parts=chunking.chunks, groups=chunking.groups)
 
 
 class StateTensorRecord(TensorRecord):

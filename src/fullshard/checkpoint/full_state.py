@@ -81,7 +81,7 @@ def _by_name(
 
 def _is_whole_here(model: nn.Module) -> bool:
     """Return whether this rank has all elements of all parameters, as with one rank or replicated parameters."""
-    return all(parameter.spec.is_whole for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
+    return all(parameter.spec.owns_all for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
 
 
 def _takes_state_dict(model: nn.Module) -> bool:

@@ -53,7 +53,7 @@ from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.core.progress import advance, progress
 from fullshard.engine.lookup import units_of
-from fullshard.engine.shard_spec import CodedPart
+from fullshard.engine.shard_spec import CodedShard
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features.averages import EMA
 from fullshard.features.matrices import MatrixOptimizer
@@ -385,7 +385,7 @@ def _fill(target: _Target, readers: Readers) -> None:
     if isinstance(target.tensor, CodedTensor):
         readers.fill_coded(target.tensor, target.name, target.record, target.interval, target.chunking)
         return
-    if isinstance(target.tensor, CodedPart):
+    if isinstance(target.tensor, CodedShard):
         readers.fill_parts(target.tensor, target.name, target.record, target.interval)
         return
     tensor = target.tensor.detach()

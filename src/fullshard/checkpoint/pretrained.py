@@ -339,7 +339,7 @@ class PretrainedWeights:
             coded.fill(interval, parts)
         elif not fill_cut(coded, self._sources[name].shape, shard.chunking, shard.rank, interval, parts):
             raise CheckpointError(
-                f"{name} of shape {self._sources[name].shape}: tensor parallelism over {shard.chunking.parts} ranks "
+                f"{name} of shape {self._sources[name].shape}: tensor parallelism over {shard.chunking.chunks} ranks "
                 f"would split it along dim {shard.chunking.dim} in the middle of a block of {form.name}",
                 hint="pass dequantize=True, or remove the weight from the tensor-parallel plan",
             )

@@ -27,7 +27,7 @@ from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize
 from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype
-from fullshard.engine.shard_spec import CodedPart
+from fullshard.engine.shard_spec import CodedShard
 from fullshard.features.local_optimizers.coded import decode
 from fullshard.features.quantized_weights.codecs import codec
 
@@ -107,7 +107,7 @@ class Readers:
         self.fill(values, "optimizer", name, record, interval, chunking=chunking)
         out.write(values)
 
-    def fill_parts(self, out: CodedPart, name: str, record: TensorRecord, interval: Interval) -> None:
+    def fill_parts(self, out: CodedShard, name: str, record: TensorRecord, interval: Interval) -> None:
         """Read the codes and scales of a weight without decoding them. Blocks are the same at every world size."""
         for read in plan_reads(pieces_of(record), interval):
             assert isinstance(read.piece, CodedPieceRecord)  # noqa: S101 -- it has been compared with the model

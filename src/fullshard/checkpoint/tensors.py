@@ -14,7 +14,7 @@ from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.lookup import clean_name, units_of
-from fullshard.engine.shard_spec import CodedPart, ShardSpec
+from fullshard.engine.shard_spec import CodedShard, ShardSpec
 from fullshard.features import ShardedParameter, ShardedTensor
 
 
@@ -48,7 +48,7 @@ class LocalTensor:
     def form(self) -> FormRecord | None:
         """Return the form in which the tensor is stored as codes, or None if it is stored as ordinary values."""
         tensor = self.tensor
-        if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.local, CodedPart):
+        if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.local, CodedShard):
             return None
         return FormRecord(form=tensor.local.form.name, is_transposed=not tensor.spec.is_row_by_row)
 

@@ -62,7 +62,7 @@ class FullBuffer(Protocol):
     is_persistent: bool = False  # whether the memory stays allocated, so that an unsharded bucket costs nothing
     # The number by which other ranks find the buffer in shared memory. Each rank counts its own buffers, so the numbers
     # no longer match after one rank has failed to shard a model.
-    place: int | None = None
+    shared_number: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +122,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SplitSizes:
     """The numbers of elements that an exchange sends to and receives from each rank, in rank order."""
 
     leaving: Sequence[int]
@@ -181,7 +181,7 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, splits: SplitSizes, *, tag: int) -> Work:
         """Send every rank its part of `leaving`, and fill `arriving` with the parts received from all ranks.
 
         Both tensors are 1-D and of one dtype. Parts are in rank order, include this rank's own, and may be empty.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Inspector, Parts, Reduction, Work, WorkOf, own_interval
+from fullshard.comm.base import Inspector, Reduction, SplitSizes, Work, WorkOf, own_interval
 from fullshard.comm.torch_dist import NativeCollectives, filling
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 
@@ -43,10 +43,10 @@ class GlooCollectives(NativeCollectives):
 
         return WorkOf(wait)
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, splits: SplitSizes, *, tag: int) -> Work:
         """Send every peer its part, and receive this rank's parts from all peers. Empty parts are not sent."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
-        there, here = leaving.split_with_sizes(parts.leaving), arriving.split_with_sizes(parts.arriving)
+        there, here = leaving.split_with_sizes(splits.leaving), arriving.split_with_sizes(splits.arriving)
         works = self._messages(there, here, tag)
         here[self.rank].copy_(there[self.rank])
         return filling(arriving, works)

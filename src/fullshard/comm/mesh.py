@@ -297,10 +297,10 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
     if ranks.flatten().tolist() == list(range(dist.get_world_size())):
         known = init_mesh(shard_size=1 if only_replicates else ranks.shape[-1], device=device)
         return _cached(key, lambda: replace(known, device_mesh=device_mesh))
-    return _cached(key, lambda: _part(device_mesh, device, only_replicates=only_replicates))
+    return _cached(key, lambda: _submesh(device_mesh, device, only_replicates=only_replicates))
 
 
-def _check_part(device_mesh: DeviceMesh) -> None:
+def _check_submesh(device_mesh: DeviceMesh) -> None:
     """Raise an error if shard groups and replicas cannot be built from a mesh that contains only some of the ranks."""
     if device_mesh.get_coordinate() is None:
         raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard only on the ranks of the mesh")
@@ -320,11 +320,11 @@ def _check_part(device_mesh: DeviceMesh) -> None:
         )
 
 
-def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
+def _submesh(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
     """Build a mesh from existing groups of `device_mesh`, because creating new groups would require all ranks."""
     # A mesh with two axes needs one new group. All ranks must then call this together, each with its own mesh.
     # Groups sort their ranks, regardless of their order in the mesh.
-    _check_part(device_mesh)
+    _check_submesh(device_mesh)
     shard = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)
     replicate = device_mesh.get_group(0) if only_replicates or device_mesh.ndim == 2 else None
     sizes = [1 if group is None else group.size() for group in (replicate, shard)]

@@ -14,7 +14,7 @@ class ResizedBuffer(FullBuffer):
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives, self._packing = collectives, spec.packing
         self.full = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
-        self._storage, self._whole_nbytes = self.full.untyped_storage(), self.full.nbytes
+        self._storage, self._full_nbytes = self.full.untyped_storage(), self.full.nbytes
         self._own = own_interval(self.full, collectives.rank, collectives.size)
 
     @property
@@ -43,8 +43,8 @@ class ResizedBuffer(FullBuffer):
         return neighbors.all_gather(self.full, tag=tag)
 
     def _allocate(self) -> None:
-        if self._storage.nbytes() != self._whole_nbytes:  # otherwise resizing would move it
-            self._storage.resize_(self._whole_nbytes)
+        if self._storage.nbytes() != self._full_nbytes:  # otherwise resizing would move it
+            self._storage.resize_(self._full_nbytes)
 
     def free(self, *, keeps_memory: bool = False) -> None:
         """Free the memory by resizing the storage to zero bytes, unless `keeps_memory` is set."""

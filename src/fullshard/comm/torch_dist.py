@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Parts, Reduction, Work, WorkOf, own_interval
+from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Reduction, SplitSizes, Work, WorkOf, own_interval
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.waiting import waiting_in_step
 
@@ -90,7 +90,7 @@ class Alone(Collectives):
         """Return immediately, because `tensor` is already the sum."""
         return completed(tensor)
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, splits: SplitSizes, *, tag: int) -> Work:
         """Copy `leaving` to `arriving`."""
         return completed(arriving.copy_(leaving))
 
@@ -124,9 +124,9 @@ class NativeCollectives(Collectives):
         """Reduce with one all-reduce."""
         return filling(tensor, [dist.all_reduce(tensor, group=self.group, async_op=True)])
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, splits: SplitSizes, *, tag: int) -> Work:
         """Exchange with one all-to-all."""
-        sizes = list(parts.arriving), list(parts.leaving)
+        sizes = list(splits.arriving), list(splits.leaving)
         work = dist.all_to_all_single(arriving, leaving, *sizes, group=self.group, async_op=True)
         return filling(arriving, [work])
 

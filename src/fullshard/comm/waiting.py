@@ -33,7 +33,7 @@ class Watcher:
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
         """Handle an error on this rank that has ended a joint operation of the ranks in these groups."""
 
-    def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def before_full_tensor(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Run before the ranks of a group gather a full tensor on a device. Raise an error to prevent the gather."""
 
     def explain(self, error: BaseException) -> None:

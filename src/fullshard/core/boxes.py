@@ -47,49 +47,49 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """A way to cut a tensor into parts."""
+    """A way to cut a tensor into chunks."""
 
     dim: int  # the dim to cut along
-    parts: int  # the number of parts, cut as by `torch.chunk`, so the last parts may be empty
+    chunks: int  # the number of chunks, cut as by `torch.chunk`, so the last ones may be empty
     # The number of groups of equal size that are each cut this way, for a layer that packs several matrices into one.
-    # Each part contains one piece of every group.
+    # Each chunk contains one piece of every group.
     groups: int = 1
 
-    def pieces(self, shape: tuple[int, ...], part: int) -> list[tuple[int, int, int]]:
-        """Return `(start in the tensor, start in the part, length)` along `dim` for each piece of a part."""
+    def pieces(self, shape: tuple[int, ...], chunk: int) -> list[tuple[int, int, int]]:
+        """Return `(start in the tensor, start in the chunk, length)` along `dim` for each piece of a chunk."""
         length = shape[self.dim] // self.groups
-        chunk = -(-length // self.parts)
-        start = min(part * chunk, length)
-        size = min(chunk, length - start)
+        longest = -(-length // self.chunks)
+        start = min(chunk * longest, length)
+        size = min(longest, length - start)
         return [(group * length + start, group * size, size) for group in range(self.groups)]
 
-    def sizes(self, shape: tuple[int, ...], part: int) -> tuple[int, ...]:
-        """Return the shape of a part of a tensor of `shape`."""
-        size = sum(length for _, _, length in self.pieces(shape, part))
+    def sizes(self, shape: tuple[int, ...], chunk: int) -> tuple[int, ...]:
+        """Return the shape of a chunk of a tensor of `shape`."""
+        size = sum(length for _, _, length in self.pieces(shape, chunk))
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
-    def start(self, shape: tuple[int, ...], part: int) -> int:
-        """Return the position in the flattened tensor at which a part starts."""
-        return sum(math.prod(self.sizes(shape, before)) for before in range(part))
+    def start(self, shape: tuple[int, ...], chunk: int) -> int:
+        """Return the position in the flattened tensor at which a chunk starts."""
+        return sum(math.prod(self.sizes(shape, before)) for before in range(chunk))
 
     @property
     def is_row_by_row(self) -> bool:
         """Return whether the tensor is flattened row by row, as if it were not cut."""
-        return self.parts == 1 or (self.dim == 0 and self.groups == 1)
+        return self.chunks == 1 or (self.dim == 0 and self.groups == 1)
 
 
 UNCUT = Chunking(0, 1)
 
 
-def in_whole(box: IntervalBox, chunking: Chunking, shape: tuple[int, ...], part: int) -> Iterator[IntervalBox]:
-    """Convert a box of a part to boxes of the complete tensor, one for each piece of the part that it overlaps."""
+def in_full_tensor(box: IntervalBox, chunking: Chunking, shape: tuple[int, ...], chunk: int) -> Iterator[IntervalBox]:
+    """Convert a box of a chunk to boxes of the full tensor, one for each piece of the chunk that it overlaps."""
     dim = chunking.dim
     low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
-    for whole, inner, length in chunking.pieces(shape, part):
+    for outer, inner, length in chunking.pieces(shape, chunk):
         first, last = max(low, inner), min(high, inner + length)
         if first < last:
             yield IntervalBox(
-                replaced(box.offsets, dim, whole + first - inner),
+                replaced(box.offsets, dim, outer + first - inner),
                 replaced(box.sizes, dim, last - first),
                 box.start + (first - low) * box.strides[dim],
                 box.strides,

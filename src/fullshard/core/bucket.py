@@ -47,7 +47,7 @@ class BucketPlan:
     weights_as: str | None = None  # the dtype to which intervals are packed for sending, or None if they are not packed
     gradients_as: str | None = None  # the same for gradients
     offload: Offload = field(default_factory=Offload)  # the parts that are kept in host memory
-    whole_dtype: str | None = None  # the dtype of the gathered parameter, if the parameter's class determines it
+    full_dtype: str | None = None  # the dtype of the gathered parameter, if the parameter's class determines it
     form: StoredForm | None = None  # how the bucket is stored and sent, or None if it is stored as numbers
 
     @classmethod
@@ -123,7 +123,7 @@ class BucketPlan:
     @property
     def may_hold_main(self) -> bool:
         """Return whether this rank's stored interval could be a view of the unsharded bucket."""
-        return self.dtype == self.compute_dtype and not self.main_is_on_host and self.whole_dtype is None
+        return self.dtype == self.compute_dtype and not self.main_is_on_host and self.full_dtype is None
 
     @property
     def main_gradient_dtype(self) -> str:

@@ -30,7 +30,7 @@ _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and move the file to `path` if the block ends without an error.
 
     Until then, and after an error, `path` is unchanged. But if `path` is a device, a pipe, or a file that a process has
@@ -92,7 +92,7 @@ def _replace(target: Path, temporary: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

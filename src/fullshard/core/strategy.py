@@ -130,7 +130,7 @@ class Strategy:
 
 
 _S: Placements = {Axis.SHARD: Placement.SHARD}
-_WHOLE: Placements = {Axis.SHARD: Placement.REPLICATE}
+_UNSHARDED: Placements = {Axis.SHARD: Placement.REPLICATE}
 _R: Placements = {Axis.REPLICATE: Placement.REPLICATE}
 _RS: Placements = {Axis.REPLICATE: Placement.REPLICATE, Axis.SHARD: Placement.SHARD}
 
@@ -143,8 +143,8 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("NO_SHARD", 3, _R, _R, _R, reshards_after_forward=False),
         Strategy("HYBRID_SHARD", 4, _RS, _RS, _RS, reshards_after_forward=True),
         Strategy("HYBRID_SHARD_ZERO2", 5, _RS, _RS, _RS, reshards_after_forward=False),
-        Strategy("SHARD_GRAD_OPTIMIZER", None, _WHOLE, _S, _S, reshards_after_forward=False),
-        Strategy("SHARD_OPTIMIZER", None, _WHOLE, _WHOLE, _S, reshards_after_forward=False),
+        Strategy("SHARD_GRAD_OPTIMIZER", None, _UNSHARDED, _S, _S, reshards_after_forward=False),
+        Strategy("SHARD_OPTIMIZER", None, _UNSHARDED, _UNSHARDED, _S, reshards_after_forward=False),
     )
 }
 

@@ -18,8 +18,8 @@ from fullshard.engine.extension import begin_sharding
 from fullshard.engine.kinds import DataAxes, check_kinds, check_types, kind_of, prepare
 from fullshard.engine.lookup import unit_of
 from fullshard.engine.module import assemble, make_fsdp_module
+from fullshard.engine.moving import move_to_device, own_modules
 from fullshard.engine.parameter import stands_for
-from fullshard.engine.placing import move_to_device, own_modules
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.storage import Storage, storage_of

@@ -62,7 +62,7 @@ class ParameterKind:
         """Return the reason why a parameter cannot be cut by rows (`Shard(0)`), or "" if it can be."""
         return ""
 
-    def place(self, module: nn.Module, device: torch.device) -> None:
+    def to_device(self, module: nn.Module, device: torch.device) -> None:
         """Move tensors that belong to a module's parameters, but are not parameters themselves, to the device."""
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -137,10 +137,10 @@ def prepare(model: nn.Module, *, is_read_later: bool = False) -> None:
         kind.prepare(model, is_read_later=is_read_later)
 
 
-def place(module: nn.Module, device: torch.device) -> None:
-    """Let every registered kind move its tensors in a module to the device, as `ParameterKind.place` describes."""
+def to_device(module: nn.Module, device: torch.device) -> None:
+    """Let every registered kind move its tensors in a module to the device, as `ParameterKind.to_device` describes."""
     for kind in _registered:
-        kind.place(module, device)
+        kind.to_device(module, device)
 
 
 def check_kinds(

@@ -14,7 +14,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.parameter import ShardedParameter, are_same, local_gradients
 from fullshard.engine.precision import torch_dtype
-from fullshard.engine.unsharded_gradient import Cut
+from fullshard.engine.unsharded_gradient import Split
 
 
 def _are_there(grads: Iterable[torch.Tensor | None]) -> Iterator[bool]:
@@ -46,7 +46,7 @@ class MainGradient:
         self._found = len(parameters) - 1  # the parameter that had a gradient at the last check
         self._published: list[torch.Tensor | None] = []
         self._versions: list[int] = []
-        self._cut = Cut(spec.layout, own=spec.layout.rank_interval(spec.mesh.shard_rank))
+        self._split = Split(spec.layout, own=spec.layout.rank_interval(spec.mesh.shard_rank))
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ class MainGradient:
         inspector = self._spec.reduction.inspector
         if inspector is not None and self._rounded.dtype is torch.float16 and self._rounded is not self.tensor:
             inspector(self._rounded, {})  # the narrower dtype may overflow where float32 does not
-        pieces, _ = self._cut.apply(self._rounded)
+        pieces, _ = self._split.apply(self._rounded)
         is_copy, published = self._rounded is not self.tensor, self._published
         if all(used) and not any(_are_there(grads)):
             published[:] = pieces

@@ -16,7 +16,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.shard_spec import RowSpec
-from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, part_of
+from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, shard_of
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -106,7 +106,7 @@ class ShardedParameter(ShardedTensor):
                 f"{type(value).__name__} of shape {tuple(value.shape)}",
                 hint="create one with torch.zeros_like(p), or from this rank's interval with p.wrap(local)",
             )
-        own = part_of(value, self.spec)
+        own = shard_of(value, self.spec)
         return self.spec.cut(value.full_tensor()).clone() if own is None else own
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:

@@ -72,8 +72,8 @@ class ReductionSettings:
                 self.inspector(reduced, {})  # the hook may have changed it
 
 
-class CodedPart(torch.Tensor):
-    """A rank's part of a tensor in a stored form. `parts` has the 1-D tensors by their names in the form."""
+class CodedShard(torch.Tensor):
+    """A rank's shard of a tensor in a stored form. `parts` has the 1-D tensors by their names in the form."""
 
     form: StoredForm
     parts: Mapping[str, torch.Tensor]
@@ -98,7 +98,7 @@ class Name:
 class ShardSpec:
     """The place of a tensor in a bucket, which determines the elements that each rank owns.
 
-    A parameter, its gradient and its optimizer state share one spec. `part` returns a spec for some of the rows. This
+    A parameter, its gradient and its optimizer state share one spec. `narrow` returns a spec for some of the rows. This
     class describes tensors that are sharded flat and as one piece. `engine.kinds` documents the other kinds.
 
     Attributes:
@@ -189,7 +189,7 @@ class ShardSpec:
         return self.chunking is not UNCUT
 
     @property
-    def is_whole(self) -> bool:
+    def owns_all(self) -> bool:
         """Return whether this rank owns every element of the tensor."""
         return self.mesh.shard_size == 1 and not self.is_chunked
 
@@ -209,7 +209,7 @@ class ShardSpec:
             and (self.beside, self.outer_group) == (other.beside, other.outer_group)
         )
 
-    def part(self, shape: Sequence[int], start: int) -> ShardSpec:
+    def narrow(self, shape: Sequence[int], start: int) -> ShardSpec:
         """Return the spec of a tensor of `shape` that consists of this tensor's elements from index `start` on."""
         return self.moved(shape, RaggedShard(self.placement.shard_numel, self.placement.offset + start))
 
@@ -221,17 +221,17 @@ class ShardSpec:
         """Yield this rank's elements as boxes in the full tensor."""
         return boxes(tuple(self.sharded_shape), self.interval)
 
-    def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
+    def to_sharded(self, full: torch.Tensor) -> torch.Tensor:
         """Convert a full tensor to one of shape `sharded_shape`, which is a view if possible."""
-        return whole
+        return full
 
-    def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
+    def to_full(self, sharded: torch.Tensor) -> torch.Tensor:
         """Undo `to_sharded`. If the tensor is also cut outside the mesh, all ranks of that axis must call this."""
         return sharded
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, with shape `local_shape`, of a full tensor or of one that broadcasts to it."""
-        spread = whole if whole.shape == self.shape else whole.expand(self.shape)
+        spread = full if full.shape == self.shape else full.expand(self.shape)
         if self.is_by_rows:  # only with operations that torch's `fully_shard` requires of a wrapper class
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
             return rows[self.mesh.shard_rank] if self.mesh.shard_rank < len(rows) else spread[:0]
@@ -242,7 +242,7 @@ class ShardSpec:
 
         Each owner broadcasts its interval, which other ranks receive in place. In large jobs, few ranks own elements.
         """
-        if isinstance(local, CodedPart):
+        if isinstance(local, CodedShard):
             local = local.decoded()
         if torch_private.has_own_dispatch(type(local)):
             raise LifecycleError(
@@ -250,7 +250,7 @@ class ShardSpec:
                 "of an unknown layout",
                 hint="compute in forward, or inside `with fullshard.unsharded(model)`",
             )
-        PROGRESS.watcher.before_whole(self.mesh.shard_group, self.mesh.device)
+        PROGRESS.watcher.before_full_tensor(self.mesh.shard_group, self.mesh.device)
         with Waiting(f"gathering {self.name}", [self.mesh.control_group, self.mesh.shard_group]):
             full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
             full[self.interval.start : self.interval.stop] = local.reshape(-1)
@@ -259,7 +259,7 @@ class ShardSpec:
                 if interval.numel:
                     part = as_sent(full[interval.start : interval.stop])
                     dist.broadcast(part, group=self.mesh.shard_group, group_src=owner)
-            return self.to_whole(full.view(self.sharded_shape))
+            return self.to_full(full.view(self.sharded_shape))
 
 
 class RowSpec(ShardSpec):
@@ -267,6 +267,6 @@ class RowSpec(ShardSpec):
 
     along_shard: Placement | None = Shard(0)
 
-    def part(self, shape: Sequence[int], start: int) -> ShardSpec:
+    def narrow(self, shape: Sequence[int], start: int) -> ShardSpec:
         """Return the spec of a tensor of `shape` that consists of this tensor's elements from index `start` on."""
-        return self if self.shape == torch.Size(shape) else super().part(shape, start)
+        return self if self.shape == torch.Size(shape) else super().narrow(shape, start)

@@ -97,7 +97,7 @@ class RowTensor(ShardedTensor):
         torch_private.put_local(self, value if value.dim() == 1 else value.view(-1))
 
 
-def part_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor | None:
+def shard_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor | None:
     """Return this rank's part of a DTensor, shape (n,), or None if the DTensor does not have the layout of `spec`."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local if spec.is_like(tensor.spec) else None

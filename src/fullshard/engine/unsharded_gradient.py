@@ -49,7 +49,7 @@ class UnshardedGradient:
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
         self._fresh: dict[int, torch.Tensor] = {}  # pieces that hold no gradient yet
-        self._cut = Cut(spec.layout, own=Interval(0, spec.layout.full_numel))
+        self._split = Split(spec.layout, own=Interval(0, spec.layout.full_numel))
 
     @property
     def exists(self) -> bool:
@@ -133,9 +133,9 @@ class UnshardedGradient:
                 )
 
     def _begin(self) -> torch.Tensor:
-        """Allocate `full` for the gradients, cut it into a piece per parameter, and set the gaps to zero."""
+        """Allocate `full` for the gradients, split it into a piece per parameter, and set the gaps to zero."""
         self.full = self._empty(self._first_dtype)
-        self._pieces, gaps = self._cut.apply(self.full)
+        self._pieces, gaps = self._split.apply(self.full)
         for gap in gaps:
             gap.zero_()
         self._fresh = dict(enumerate(self._pieces))
@@ -149,7 +149,7 @@ class UnshardedGradient:
         """Cast the collected gradients to the dtype of the reduction, because more gradients will be added to them."""
         if self.full is not None and self.full.dtype != self._spec.reduce_dtype:
             self.full = self._empty(self._spec.reduce_dtype).copy_(self.full)
-            self._pieces, _ = self._cut.apply(self.full)
+            self._pieces, _ = self._split.apply(self.full)
             self._fresh = {index: self._pieces[index] for index in self._fresh}
 
     def hand_over(self) -> torch.Tensor:
@@ -182,8 +182,8 @@ class UnshardedGradient:
         self.clear_used()
 
 
-class Cut:
-    """Cuts the part `own` of a bucket into its parameters, and the gaps between them, in one torch operation."""
+class Split:
+    """Splits the interval `own` of a bucket into its parameters, and the gaps between them, in one torch operation."""
 
     def __init__(self, layout: BucketLayout, *, own: Interval) -> None:
         self._sizes: list[int] = []
@@ -204,6 +204,6 @@ class Cut:
         self._sizes.append(numel)
 
     def apply(self, flat: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
-        """Return 1-D views of `flat`: one for each parameter's part, which may be empty, and one for each gap."""
+        """Return 1-D views of `flat`: one for each parameter's piece, which may be empty, and one for each gap."""
         pieces = flat.split_with_sizes(self._sizes)
         return list(compress(pieces, self._are_parameters)), list(compress(pieces, self._are_gaps))

@@ -35,7 +35,7 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     adapter = adapter_of(self)
     adapter.restore(self)
     for parameter in (p for p in self.state if isinstance(p, ShardedParameter)):
-        if how := adapter.why_not_whole(self, parameter.mesh):
+        if how := adapter.why_no_full_state(self, parameter.mesh):
             raise OptimizerError(
                 f"rank {parameter.mesh.rank}: {type(self).__name__}.state_dict() cannot return the state of "
                 f"{parameter.name}, which is {how}",

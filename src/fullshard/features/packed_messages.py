@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fullshard.comm.base import Collectives, Packing, Parts, Reduction, Work, WorkOf, own_interval
+from fullshard.comm.base import Collectives, Packing, Reduction, SplitSizes, Work, WorkOf, own_interval
 from fullshard.core.sizes import PACKED_BLOCK_NUMEL as BLOCK_NUMEL
 from fullshard.core.sizes import packed_nbytes, round_up
 
@@ -51,7 +51,7 @@ class _Packed(Packing):
         for to in range(size):
             if to != rank:
                 self.pack(own_interval(full, to, size), own_interval(leaving, to, size))
-        exchange = collectives.exchange(leaving, torch.empty_like(leaving), Parts(sizes, sizes), tag=how.tag)
+        exchange = collectives.exchange(leaving, torch.empty_like(leaving), SplitSizes(sizes, sizes), tag=how.tag)
 
         def wait() -> torch.Tensor:
             """Wait for the messages, unpack them, and return the reduced interval. Terms are added in rank order."""

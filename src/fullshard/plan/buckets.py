@@ -59,7 +59,7 @@ class CountedBucket(BucketPlan):
     @property
     def full_nbytes(self) -> int:
         """Bytes of the unsharded bucket."""
-        return self.layout.full_numel * itemsize(self.whole_dtype or self.compute_dtype)
+        return self.layout.full_numel * itemsize(self.full_dtype or self.compute_dtype)
 
     @property
     def coded_nbytes(self) -> int:
@@ -102,7 +102,7 @@ class CountedBucket(BucketPlan):
         """The size of the message in which a rank sends its interval of the weights, in bytes."""
         if self.form is not None:
             return self.main_nbytes
-        return _message_nbytes(self.layout.shard_numel, self.whole_dtype or self.compute_dtype, self.weights_as)
+        return _message_nbytes(self.layout.shard_numel, self.full_dtype or self.compute_dtype, self.weights_as)
 
     @property
     def reduce_message_nbytes(self) -> int:

@@ -240,7 +240,7 @@ def test_the_planner_is_told_in_what_dtype_a_weight_is_gathered() -> None:
     pytest.importorskip("torchao.float8", reason="needs the extra `quant`")
     model = shard(float8(layers(), fsdp=True))
     plans = [bucket.plan for unit in units_of(model) for bucket in unit.buckets]
-    assert [plan.whole_dtype for plan in plans].count("float8_e4m3fn") == 2
+    assert [plan.full_dtype for plan in plans].count("float8_e4m3fn") == 2
 
 
 @pytest.mark.parametrize("precompute", [False, True])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from fullshard.comm.base import Collectives, Parts
+from fullshard.comm.base import Collectives, SplitSizes
 from fullshard.comm.select import choices_for
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 from fullshard.features.matrices.exchange import gathered, sent
@@ -152,11 +152,15 @@ def check_exchange(collectives: Collectives) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         works, sums, expected = [], [], []
         for turn in range(2):
-            parts = Parts([numel(rank, to, turn) for to in range(size)], [numel(s, rank, turn) for s in range(size)])
-            leaving = torch.cat([torch.full((n,), 10 * rank + to) for to, n in enumerate(parts.leaving)]).to(dtype)
-            theirs = [torch.full((n,), 10 * source + rank) for source, n in enumerate(parts.arriving)]
+            splits = SplitSizes(
+                [numel(rank, to, turn) for to in range(size)], [numel(s, rank, turn) for s in range(size)]
+            )
+            leaving = torch.cat([torch.full((n,), 10 * rank + to) for to, n in enumerate(splits.leaving)]).to(dtype)
+            theirs = [torch.full((n,), 10 * source + rank) for source, n in enumerate(splits.arriving)]
             expected.append(torch.cat(theirs).to(dtype))
-            works.append(collectives.exchange(leaving, torch.empty(sum(parts.arriving), dtype=dtype), parts, tag=turn))
+            works.append(
+                collectives.exchange(leaving, torch.empty(sum(splits.arriving), dtype=dtype), splits, tag=turn)
+            )
             sums.append(collectives.reduce_scatter(torch.ones(size * 4), tag=7 + turn))
         assert all(bool((summed.wait() == size).all()) for summed in sums)
         for work, wanted in zip(works, expected, strict=True):

@@ -183,7 +183,12 @@ def test_small_intervals_are_decoded_together(name: str) -> None:
     parts = [how.encode(weight) for weight in weights]
     message = torch.cat([part.repeat(1).view(torch.uint8) for own in parts for part in own])
     arriving = SimpleNamespace(
-        full=message, main=None, place=None, nbytes=0, free=lambda: None, gather=lambda *_, **__: completed(message)
+        full=message,
+        main=None,
+        shared_number=None,
+        nbytes=0,
+        free=lambda: None,
+        gather=lambda *_, **__: completed(message),
     )
     buffer: Any = DecodedBuffer(arriving, torch.zeros(ranks * numel), ranks, how)
     with patch.object(at_rest, "ranks_at_once", return_value=4), patch.object(how, "decode", wraps=how.decode) as calls:

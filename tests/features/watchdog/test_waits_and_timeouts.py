@@ -176,7 +176,7 @@ def meet_alone(directory: str) -> list[str]:
     cuda = torch.device("cuda")
     places = [
         lambda: ProcessState(read_rank_environment(), cuda).barrier(),
-        lambda: WATCHDOG.before_whole(init_mesh().shard_group, cuda),
+        lambda: WATCHDOG.before_full_tensor(init_mesh().shard_group, cuda),
     ]
     dist.barrier()
     WATCHDOG._asked = 1.0

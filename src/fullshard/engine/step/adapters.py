@@ -30,7 +30,7 @@ class OptimizerAdapter:
     def restore(self, optimizer: Any, *, has_stepped: bool = False) -> None:
         """Undo `before_step` if it has changed anything. If `has_stepped` is False, the step did not take place."""
 
-    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
+    def why_no_full_state(self, optimizer: Any, mesh: Mesh) -> str:
         """Return which part of the optimizer's state a state dict cannot hold, or "" if it can hold everything."""
         return ""
 

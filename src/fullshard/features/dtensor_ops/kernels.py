@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.shard_spec import ShardSpec
-from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of, part_of
+from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of, shard_of
 from fullshard.features.dtensor_ops import torch_private
 from fullshard.features.dtensor_ops.arguments import (
     call_with,
@@ -121,7 +121,7 @@ class _Locals:
             self._wrapped[id(tensor.local)] = tensor
             return tensor.local
         if isinstance(tensor, DTensor):
-            own = part_of(tensor, self._spec)
+            own = shard_of(tensor, self._spec)
             if own is not None:
                 return own
             tensor = _plain_whole(tensor)
@@ -152,7 +152,7 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
         if one is None and isinstance(first[position], torch.Tensor):
             at_once = [value[position] for value in lists if len(value) == len(first)]
             like, changed = first_sharded(at_once), first[position]
-            if like is not None and isinstance(changed, DTensor) and part_of(changed, like.spec) is not None:
+            if like is not None and isinstance(changed, DTensor) and shard_of(changed, like.spec) is not None:
                 made[position] = _Locals(like, func)  # a torch DTensor with the same rows
             elif any(isinstance(tensor, DTensor) for tensor in at_once):
                 refuse_plain(func, at_once, {})
@@ -189,7 +189,7 @@ def _check_laid_out(
         if not isinstance(tensor, DTensor):
             continue
         beside = held if like is None else like
-        is_its_memory = isinstance(tensor, WholeTensor) if like is None else part_of(tensor, like.spec) is not None
+        is_its_memory = isinstance(tensor, WholeTensor) if like is None else shard_of(tensor, like.spec) is not None
         if not is_its_memory:
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a {type(tensor).__name__} {tuple(tensor.shape)} "
@@ -228,7 +228,7 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
     if tensor.spec.is_by_rows:
         return ShardedTensor(tensor.local, tensor.spec)
     start, spec = int(view.storage_offset()), tensor.spec
-    part = spec.part(view.shape, start)
+    part = spec.narrow(view.shape, start)
     own = part.interval.shift(start - spec.interval.start)
     return ShardedTensor(tensor.local[own.start : own.stop] if own.numel else tensor.local[:0], part)
 

@@ -17,7 +17,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.shard_spec import CodedPart, ShardSpec
+from fullshard.engine.shard_spec import CodedShard, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.wrap.partition import other_gradient_dtype
 
@@ -39,7 +39,7 @@ class _Methods(ShardedTensor):
         """
         is_own = grad_placements is None and _wants_gradient(self)
         take: Any = _ToLocal.apply if is_own else functools.partial(DTensor.to_local, grad_placements=grad_placements)
-        local: torch.Tensor = self.local.decoded() if isinstance(self.local, CodedPart) else take(self)
+        local: torch.Tensor = self.local.decoded() if isinstance(self.local, CodedShard) else take(self)
         is_whole = self.spec.mesh.shard_size == 1 and not self.spec.is_by_rows
         return local.view(self.spec.sharded_shape) if is_whole else local
 

@@ -87,7 +87,7 @@ class ExtendedBucket(Bucket):
         for module, attribute in slot.owners:
             module._parameters[attribute] = slot.parameter
         self.storage_ids = self.buffer.storage_ids
-        self.plan = dataclasses.replace(self.plan, whole_dtype=self.buffer.whole_dtype)
+        self.plan = dataclasses.replace(self.plan, full_dtype=self.buffer.full_dtype)
         self.originals = Originals([slot.parameter])
         self.reshard()
 
@@ -149,12 +149,12 @@ class ExtendedBuffer(FullBuffer):
         self._beside: list[tuple[torch.UntypedStorage, int]] = []
         self.gather(rows, tag=0).wait()
         self.full = self.unsharded.detach()
-        self.place = self._outputs[0][0].place if self._outputs else None
+        self.shared_number = self._outputs[0][0].shared_number if self._outputs else None
         self.is_persistent = all(buffer.is_persistent for buffer, _ in self._outputs) and not self._beside
         self.whole_nbytes = self.nbytes
 
     @property
-    def whole_dtype(self) -> str | None:
+    def full_dtype(self) -> str | None:
         """Return the dtype of the gathered tensor if the extension keeps only this tensor, or None otherwise."""
         outputs = [output for _, output in self._outputs]
         return dtype_name(outputs[0].dtype) if len(outputs) == 1 and not self._beside else None

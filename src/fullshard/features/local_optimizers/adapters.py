@@ -106,7 +106,7 @@ class Bitsandbytes(_Lending):
 
     package, needs_plain_memory = "bitsandbytes", True
 
-    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
+    def why_no_full_state(self, optimizer: Any, mesh: Mesh) -> str:
         """Return why the state cannot be unsharded: it consists of codes, and a rank without elements has none."""
         return "stored as codes of this rank's interval, if the interval is not empty" if mesh.shard_size > 1 else ""
 

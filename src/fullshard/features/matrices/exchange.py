@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.base import Collectives, Parts, Work
+from fullshard.comm.base import Collectives, SplitSizes, Work
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import Interval
@@ -247,14 +247,14 @@ class _Travel:
         """Start to send pieces to other ranks and to receive theirs. The exchange belongs to bucket number `first`."""
         bucket = self._whole._buckets[first]
         sizes = [[width * sum(p.interval.numel for p in pieces) for pieces in each] for each in (leaving, arriving)]
-        parts, device = Parts(*sizes), self._mesh.device
-        buffer = collectives.staging(sum(parts.leaving), self._dtype, device)
+        splits, device = SplitSizes(*sizes), self._mesh.device
+        buffer = collectives.staging(sum(splits.leaving), self._dtype, device)
         for place, part in zip(buffer.split_with_sizes([part.numel() for part in sent]), sent, strict=True):
             place.copy_(part.reshape(-1))
-        received = torch.empty(sum(parts.arriving), dtype=self._dtype, device=device)
-        nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * self._dtype.itemsize
+        received = torch.empty(sum(splits.arriving), dtype=self._dtype, device=device)
+        nbytes = (sum(splits.leaving) - splits.leaving[collectives.rank]) * self._dtype.itemsize
         bucket.owner.emit(EventKind.PIECES_SENT, nbytes, what=what, bucket=bucket.number)
-        work = collectives.exchange(buffer, received, parts, tag=bucket.tag)
+        work = collectives.exchange(buffer, received, splits, tag=bucket.tag)
         return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what, width)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:

@@ -99,7 +99,7 @@ class MatrixAdapter(OptimizerAdapter):
         """Return whether the optimizer is a `MatrixOptimizer`."""
         return isinstance(optimizer, MatrixOptimizer)
 
-    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
+    def why_no_full_state(self, optimizer: Any, mesh: Mesh) -> str:
         """Return why the state cannot be unsharded: only owners keep the state for a matrix. Return "" if it can."""
         return "stored by the ranks that own its matrices" if optimizer.keeps_matrices and mesh.world_size > 1 else ""
 

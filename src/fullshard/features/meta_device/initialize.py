@@ -17,7 +17,7 @@ from fullshard.comm.torch_dist import as_sent
 from fullshard.comm.waiting import Waiting
 from fullshard.core.errors import WrapError
 from fullshard.engine.kinds import kind_of
-from fullshard.engine.placing import move_to_device, own_modules
+from fullshard.engine.moving import move_to_device, own_modules
 from fullshard.wrap.partition import Slot, UnitPlan, Values
 
 WEIGHTS = "_fullshard_weights"

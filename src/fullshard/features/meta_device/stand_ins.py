@@ -23,7 +23,7 @@ from fullshard.engine.kinds import kind_of
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.shard_spec import ShardSpec
-from fullshard.engine.sharded_tensor import ShardedTensor, part_of
+from fullshard.engine.sharded_tensor import ShardedTensor, shard_of
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitParameters
 from fullshard.features.meta_device import torch_private
@@ -109,7 +109,7 @@ class StandIns:
             out.fill_(math.nan if out.is_floating_point() or out.is_complex() else 0)
         elif isinstance(held, ShardedTensor) and held.interval == interval:
             out.copy_(held.local)
-        elif isinstance(held, DTensor) and spec.interval == interval and (own := part_of(held, spec)) is not None:
+        elif isinstance(held, DTensor) and spec.interval == interval and (own := shard_of(held, spec)) is not None:
             out.copy_(own)
         else:
             whole = held.full_tensor() if isinstance(held, DTensor) else held

@@ -54,8 +54,8 @@ class DecodedBuffer(FullBuffer):
 
     def __init__(self, message: FullBuffer, full: torch.Tensor, ranks: int, how: Codec) -> None:
         self._message, self.full, self._ranks, self._codec = message, full, ranks, how
-        self.main, self.place = message.main, message.place
-        self._storage, self._whole_nbytes = full.untyped_storage(), full.nbytes
+        self.main, self.shared_number = message.main, message.shared_number
+        self._storage, self._full_nbytes = full.untyped_storage(), full.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -69,8 +69,8 @@ class DecodedBuffer(FullBuffer):
     @torch.no_grad()
     def _decode(self, gathered: Work) -> torch.Tensor:
         gathered.wait()
-        if self._storage.nbytes() != self._whole_nbytes:  # otherwise the memory would move
-            self._storage.resize_(self._whole_nbytes)
+        if self._storage.nbytes() != self._full_nbytes:  # otherwise the memory would move
+            self._storage.resize_(self._full_nbytes)
         numel = self.full.numel() // self._ranks
         many = ranks_at_once(numel, self._ranks, is_cpu=self.full.device.type == "cpu")
         rows = self._message.full.view(self._ranks, -1).split(many)
@@ -259,9 +259,9 @@ class Transposed(ShardSpec):
         """Return a view of the tensor in block order."""
         return super().to_sharded(whole).mT
 
-    def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
+    def to_full(self, sharded: torch.Tensor) -> torch.Tensor:
         """Return the tensor with its dims in their original order, which undoes `to_sharded`."""
-        return super().to_whole(sharded.mT.contiguous())
+        return super().to_full(sharded.mT.contiguous())
 
 
 class Coded(ParameterKind):

@@ -8,12 +8,12 @@ import torch
 from fullshard.core.errors import LifecycleError
 from fullshard.core.forms import StoredForm
 from fullshard.engine.precision import map_tensors, torch_dtype
-from fullshard.engine.shard_spec import CodedPart
+from fullshard.engine.shard_spec import CodedShard
 from fullshard.features.quantized_weights import torch_private
 from fullshard.features.quantized_weights.codecs import codec
 
 
-class CodedInterval(CodedPart):
+class CodedInterval(CodedShard):
     """A read-only tensor of values that are stored as codes. Copying the same values into it does nothing."""
 
     def __new__(cls, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> Any:

@@ -237,7 +237,7 @@ class QuantizedWeight(ParameterKind):
             outline(model)
         expose_scales(model)
 
-    def place(self, module: nn.Module, device: torch.device) -> None:
+    def to_device(self, module: nn.Module, device: torch.device) -> None:
         """Move the code books of a module's quantized weight to the device."""
         place_tables(module, device)
 

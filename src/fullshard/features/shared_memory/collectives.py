@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, Work, WorkOf
+from fullshard.comm.base import BufferSpec, FullBuffer, Reduction, SplitSizes, Work, WorkOf
 from fullshard.comm.gloo import GlooCollectives
 from fullshard.core.sizes import round_up
 from fullshard.features.shared_memory.peers import FILE_NBYTES, HOST_NBYTES, Peers
@@ -59,10 +59,10 @@ class SharedMemoryCollectives(GlooCollectives):
         torch_private.count_for_debugging("c10d._reduce_scatter_base_")
         return self._queues.reduce(full, how)
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, splits: SplitSizes, *, tag: int) -> Work:
         """Exchange parts between ranks. Each rank copies its parts directly from the memory of the other ranks."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
-        return self._queues.exchange(leaving, arriving, parts, tag)
+        return self._queues.exchange(leaving, arriving, splits, tag)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a tensor in memory that the other ranks can read. Its memory is reused after it is released."""
@@ -149,7 +149,7 @@ class MappedBuffer(FullBuffer):
     def __init__(self, buffers: SharedBuckets, place: tuple[int, int], spec: BufferSpec) -> None:
         self._buffers = buffers
         self._number, self._start = place
-        self.place = self._number
+        self.shared_number = self._number
         peers, dtype = buffers.peers, spec.dtype
         whole = slice(self._start, self._start + spec.numel * dtype.itemsize)
         shown = memoryview(buffers.own)[whole]

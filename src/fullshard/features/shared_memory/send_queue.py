@@ -13,7 +13,7 @@ from threading import Lock
 import numpy as np
 import torch
 
-from fullshard.comm.base import Parts, Reduction, Work, WorkOf, own_interval
+from fullshard.comm.base import Reduction, SplitSizes, Work, WorkOf, own_interval
 from fullshard.comm.gloo import average
 from fullshard.core.sizes import LONG_NBYTES, round_up
 from fullshard.features.shared_memory.peers import HOST_NBYTES, Peers
@@ -180,18 +180,18 @@ class SendQueues:
         full, number = self.post(full, how.tag)
         return self._begin(number, how.tag, full, partial(self._average_interval, number, full, how))
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> Work:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, splits: SplitSizes, tag: int) -> Work:
         """Start an exchange in which each rank copies its parts of all `leaving` tensors into its own `arriving`."""
         leaving, offset = self._within_reach(leaving)
-        starts = np.cumsum([0, *parts.leaving[:-1]]) * leaving.itemsize + offset
+        starts = np.cumsum([0, *splits.leaving[:-1]]) * leaving.itemsize + offset
         places = self.pool.empty(2 * len(starts), torch.int64)
-        places.view(-1, 2).copy_(torch.from_numpy(np.stack([starts, parts.leaving], axis=1)))
+        places.view(-1, 2).copy_(torch.from_numpy(np.stack([starts, splits.leaving], axis=1)))
         places, number = self.post(places, tag)
-        return self._begin(number, tag, (leaving, places), partial(self._read_parts, number, arriving, parts))
+        return self._begin(number, tag, (leaving, places), partial(self._read_parts, number, arriving, splits))
 
-    def _read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
+    def _read_parts(self, number: int, arriving: torch.Tensor, splits: SplitSizes) -> torch.Tensor:
         """Copy the parts for this rank to `arriving`. All ranks must have posted entry `number`."""
-        pieces = arriving.split_with_sizes(parts.arriving)
+        pieces = arriving.split_with_sizes(splits.arriving)
         for source, (memory, piece) in enumerate(zip(self._memories, pieces, strict=True)):
             _, places, _ = self._entry(source, number)
             start, numel = np.frombuffer(memory, np.int64, 2, places + 16 * self._peers.rank).tolist()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.comm.mesh import Mesh
-from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes, in_whole
+from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes, in_full_tensor
 from fullshard.engine.shard_spec import RaggedShard, RowSpec, ShardSpec
 from fullshard.features.tensor_parallel import torch_private
 from fullshard.wrap.partition import Slot
@@ -140,7 +140,7 @@ class TensorParallelSpec(ShardSpec):
         """Yield boxes that cover this rank's elements in the complete tensor."""
         for box in boxes(tuple(self.sharded_shape), self.interval):
             if self.is_chunked:
-                yield from in_whole(box, self.chunking, tuple(self.shape), self._local_shard.rank)
+                yield from in_full_tensor(box, self.chunking, tuple(self.shape), self._local_shard.rank)
             else:
                 yield box
 
@@ -148,7 +148,7 @@ class TensorParallelSpec(ShardSpec):
         """Return this rank's local shard of the complete tensor, as a view if the shard is one slice."""
         return self._local_shard.cut(whole)
 
-    def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
+    def to_full(self, sharded: torch.Tensor) -> torch.Tensor:
         """Return the complete tensor from the local shards. This is a collective along the tensor-parallel axis."""
         return self._local_shard.gather(sharded)
 

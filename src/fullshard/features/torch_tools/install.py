@@ -383,7 +383,7 @@ def _give_whole_adapters(module: ModuleType) -> None:
 
 def _plain(value: Any) -> Any:
     """Return a plain tensor for a sharded one if this rank holds all of its elements, or else the value itself."""
-    is_whole = isinstance(value, ShardedTensor) and value.spec.is_whole
+    is_whole = isinstance(value, ShardedTensor) and value.spec.owns_all
     return value.detach().full_tensor() if is_whole else value
 
 

@@ -73,7 +73,7 @@ class DesyncDetection(Extension):
         units = self.model.units[::-1]
         lines = [*_describe_structure(units), *further]
         for unit in units:  # last: if the models themselves differ, report that
-            places = [] if unit.stand_ins is not None else [bucket.buffer.place for bucket in unit.buckets]
+            places = [] if unit.stand_ins is not None else [bucket.buffer.shared_number for bucket in unit.buckets]
             if any(place is not None for place in places):  # places also depend on earlier models and failures
                 lines.append(f"{unit} has its buckets at {places} in the memory that ranks share")
         self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)

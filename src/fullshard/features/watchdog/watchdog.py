@@ -163,7 +163,7 @@ class Watchdog(Watcher):
             self.slowest = max(self.slowest, now - self._step_began)
         self._step_began = now
 
-    def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def before_full_tensor(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Before a complete tensor is gathered on accelerators, wait for all ranks, and report missing ranks."""
         if group is not None:
             meet(group, device, "gathering a whole tensor")

@@ -18,7 +18,7 @@ from fullshard.api.collectives import all_gather_object
 from fullshard.checkpoint.offline.xla import open_xla
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.core.errors import CheckpointError
-from fullshard.core.files import whole_file
+from fullshard.core.files import atomic_file
 from fullshard.core.paths import local_path
 from fullshard.features import ShardedTensor
 from fullshard.integrations.torchacc.eager import joined
@@ -171,7 +171,7 @@ def _write(value: Any, path: Path) -> None:
     """Write to a temporary file and then rename it, so that a crash does not destroy an existing file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as temporary, temporary.open("wb") as file:
+        with atomic_file(path) as temporary, temporary.open("wb") as file:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import CheckpointError
-from fullshard.core.files import whole_file
+from fullshard.core.files import atomic_file
 from fullshard.core.paths import local_path
 from fullshard.integrations.xla.model import full_state_dict, load_full_state_dict, mapped, sharded_state
 
@@ -32,7 +32,7 @@ def save_checkpoint(
     target = local_path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(target) as temporary:
+        with atomic_file(target) as temporary:
             torch.save(content, temporary)
     except (OSError, RuntimeError, pickle.PicklingError) as error:
         raise CheckpointError(f"cannot write {target}: {error}") from error

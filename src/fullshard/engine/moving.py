@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from fullshard.engine.kinds import kind_of, place
+from fullshard.engine.kinds import kind_of, to_device
 from fullshard.wrap.partition import UnitPlan
 
 
@@ -40,4 +40,4 @@ def move_to_device(
             if buffer is not None and not buffer.is_meta and not kind_of(buffer).is_exact:
                 to_dtype = buffer_dtype if buffer.is_floating_point() else None
                 module._buffers[name] = buffer.to(device=device, dtype=to_dtype)
-        place(module, device)
+        to_device(module, device)
