@@ -189,7 +189,7 @@ def init_mesh(
 
 
 def _cached(key: tuple[object, ...], build: Callable[[], Mesh]) -> Mesh:
-    """Return the cached mesh for a key, or build it. Drop the meshes of destroyed groups, which keep threads alive."""
+    """Return the cached mesh for a key, or build it. Remove meshes of destroyed groups, which keep threads alive."""
     key = (dist.group.WORLD, *key)
     if key not in _CACHE:
         for other, mesh in list(_CACHE.items()):

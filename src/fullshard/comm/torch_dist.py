@@ -108,9 +108,9 @@ class NativeCollectives(Collectives):
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Gather with one in-place all-gather."""
-        whole = as_sent(full)
-        own = own_interval(whole, self.rank, self.size)
-        return filling(full, [all_gather_single(whole, own, group=self.group, async_op=True)])
+        sent = as_sent(full)
+        own = own_interval(sent, self.rank, self.size)
+        return filling(full, [all_gather_single(sent, own, group=self.group, async_op=True)])
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Reduce with one reduce-scatter into this rank's interval."""

@@ -124,8 +124,8 @@ class BucketLayout:
     def interval(self, index: int, rank: int) -> Interval:
         """Return the elements of the flattened parameter `index` that `rank` owns, or an empty interval if none."""
         offset = self.offsets[index]
-        whole = Interval(offset, offset + self.specs[index].numel)
-        return whole.intersect(self.rank_interval(rank)).shift(-offset)
+        full = Interval(offset, offset + self.specs[index].numel)
+        return full.intersect(self.rank_interval(rank)).shift(-offset)
 
     def shard_slice(self, index: int, rank: int) -> slice:
         """Return the position of `interval(index, rank)` in the rank's shard."""

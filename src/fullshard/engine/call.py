@@ -148,7 +148,7 @@ class Calls:
 
     def live(self) -> list[Call]:
         """Return the calls whose graphs still exist."""
-        # Copy first: a call may be freed at any time, even while a tuple is built, and drop its reference from the set.
+        # Copy first: a call may be freed at any time, even while a tuple is built, which removes it from the set.
         return list(filter(None, map(operator.call, self._references.copy()))) if self._references else []
 
     def pending(self) -> list[Call]:

@@ -37,7 +37,7 @@ class Gradient:
         self._reducing: Work | None = None
         self._replicating: Work | None = None  # set even if that axis has one rank; it then completes immediately
         self._earlier: torch.Tensor | None = None  # another reduction of the same backward
-        self._held: torch.Tensor | None = None  # sums of earlier backwards, along the shard axis only
+        self._partial: torch.Tensor | None = None  # sums of earlier backwards, along the shard axis only
 
     @property
     def nbytes(self) -> int:
@@ -64,12 +64,12 @@ class Gradient:
     @property
     def keeps_unreduced(self) -> bool:
         """Return whether an earlier backward left gradients in this bucket that are not reduced along both axes."""
-        return self.unsharded.is_kept or self._held is not None
+        return self.unsharded.is_kept or self._partial is not None
 
     @property
     def held(self) -> list[torch.Tensor]:
         """Return the tensors that hold gradients between two backwards."""
-        found = (self.unsharded.full, self._held, self.main.tensor)
+        found = (self.unsharded.full, self._partial, self.main.tensor)
         return [tensor for tensor in found if tensor is not None]
 
     @property
@@ -91,16 +91,16 @@ class Gradient:
         shard, self._reducing = self._reducing.wait(), None  # this frees the unsharded gradient's memory
         if self._replicating is not None:  # a bucket was reduced twice in one backward, and both results count
             self._earlier = self._replicating.wait()
-        if self._held is not None:
-            shard.add_(self._held)
-            self._held = None
+        if self._partial is not None:
+            shard.add_(self._partial)
+            self._partial = None
         if self._bucket.reduction.requires_all_reduce:
             self._replicating = self._bucket.mesh.replicate.all_reduce(shard, tag=self._bucket.tag)
             if self._is_away:
                 # Copy now, not in `publish`, so that the copy overlaps with the rest of backward.
                 self._replicating = self._bucket.storage.take_gradient(self._bucket, self._replicating, shard.nbytes)
         else:
-            self._held = shard
+            self._partial = shard
 
     @property
     def adds_early(self) -> bool:
@@ -157,5 +157,5 @@ class Gradient:
             if work is not None:
                 work.wait()  # it writes to memory that is about to be freed
         self.main.mark_torn()
-        self._reducing = self._replicating = self._earlier = self._held = None
+        self._reducing = self._replicating = self._earlier = self._partial = None
         self.unsharded.reset()

@@ -79,7 +79,7 @@ class Unit(UnitParameters):
         for number, slots in enumerate(by_bucket(self.slots, self.policy)):
             bucket_type = kind_of(slots[0].parameter).bucket_type or Bucket
             buckets.append(bucket_type(slots, owner=self, number=number, weights=values))
-        self.hold(buckets)
+        self.set_buckets(buckets)
         self._gradient_hooks = GradientHooks()
         for bucket in self.buckets:
             if bucket.has_gradient:

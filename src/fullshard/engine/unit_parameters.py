@@ -92,7 +92,7 @@ class UnitParameters:
     def __str__(self) -> str:
         return f"unit {self.name!r}" if self.name else "the outermost unit"
 
-    def hold(self, buckets: list[Bucket]) -> None:
+    def set_buckets(self, buckets: list[Bucket]) -> None:
         """Set the unit's buckets, and put their sharded parameters into the modules."""
         self.buckets = buckets
         self.full_nbytes = sum(bucket.full_nbytes for bucket in buckets)

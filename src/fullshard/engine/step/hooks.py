@@ -14,7 +14,7 @@ from fullshard.engine.lookup import refuse_pinned
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.step.adapters import adapter_of
-from fullshard.engine.step.plain_tensors import finish_step, use_plain_tensors
+from fullshard.engine.step.plain_tensors import take_state, use_plain_tensors
 from fullshard.engine.storage import by_storage
 
 
@@ -116,7 +116,7 @@ def _tell_after_closure(
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Undo the preparations for a step, and notify the storages. This runs after the step of every optimizer."""
-    finish_step(optimizer)
+    take_state(optimizer)
     # First, because state is stored under the sharded parameters.
     adapter_of(optimizer).restore(optimizer, has_stepped=True)
     if optimizer in _held:  # if not, the step began before anything was sharded

@@ -37,7 +37,7 @@ def use_plain_tensors(optimizer: optim.Optimizer) -> None:
         setattr(optimizer, torch_private.INIT_GROUP, _InitGroup(optimizer))
 
 
-def finish_step(optimizer: optim.Optimizer) -> None:
+def take_state(optimizer: optim.Optimizer) -> None:
     """Copy state that the optimizer sets after its update loop, as SGD does, from plain tensors to parameters."""
     init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):

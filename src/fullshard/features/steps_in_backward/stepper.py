@@ -28,7 +28,7 @@ from fullshard.engine.lookup import refuse_pinned
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.step.hooks import check_optimizer
-from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_plain_tensors
+from fullshard.engine.step.plain_tensors import ELEMENT_WISE, take_state, use_plain_tensors
 from fullshard.features.steps_in_backward import torch_private
 
 STEPS_IN_PARTS = ELEMENT_WISE
@@ -212,7 +212,7 @@ class Stepper:
             group.update(self._options[number])
         step: Any = type(optimizer).step
         step.__wrapped__(part.optimizer)  # without hooks, which belong to `optimizer.step()`
-        finish_step(part.optimizer)
+        take_state(part.optimizer)
         # From here on a second backward is an error, because part of the weights are already updated.
         self._stepped[bucket.owner.schedule] = None
         for parameter in parameters:
