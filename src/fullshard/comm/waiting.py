@@ -18,6 +18,7 @@ from fullshard.core.errors import CommunicationError, FullshardError
 
 _HINT = "check whether another rank failed first, or runs other code (such as below `if rank == 0:`)"
 _STEP_HINT = "check whether another rank failed first, had fewer batches, or took another path through the model"
+_ERROR_HINT = "see that error on its rank: if a script catches an error on one rank only, the other ranks keep waiting"
 
 
 class Watcher:
@@ -115,8 +116,9 @@ class Waiting:
             PROGRESS.watcher.failed(self._groups, self._what, error)
             rank = dist.get_rank() if dist.is_initialized() else 0
             step = "" if self.step is None else f" (step {self.step} of this process)"
+            hint = _HINT if self.step is None else _STEP_HINT
             raise CommunicationError(
-                f"rank {rank}, {self._what}: {why}{step}", hint=_HINT if self.step is None else _STEP_HINT
+                f"rank {rank}, {self._what}: {why}{step}", hint=_ERROR_HINT if " had an error in " in str(why) else hint
             ) from (error if why is error else None)  # what closed sockets say would only mislead
         if error is not None and self.step is None:  # within a step, the failed forward or backward reports it
             PROGRESS.watcher.failed(self._groups, self._what, error)

@@ -498,6 +498,7 @@ def test_an_error_that_one_rank_catches(
     monkeypatch.setenv("FULLSHARD_COMM", comm)
     for found in run_ranks(go_on_alone, 2, where, strategy, str(tmp_path)):
         assert re.match(FAILS.format(where), found), found
+        assert "\nhint: see that error on its rank" in found and "fewer batches" not in found
 
 
 def test_an_error_in_backward_that_one_rank_catches_where_nothing_is_gathered(tmp_path: Path) -> None:
