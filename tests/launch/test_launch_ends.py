@@ -233,7 +233,10 @@ def test_a_host_that_is_replaced_before_the_first_copy(tmp_path: Path) -> None:
     with started(*command, cwd=tmp_path) as first:
         assert first.stdout is not None
         with started(*command, cwd=tmp_path) as second:
-            assert any(line.startswith("data:") for line in iter(first.stdout.readline, ""))
+            said: list[str] = []
+            while not said or not said[-1].startswith("data:"):
+                said.append(first.stdout.readline())
+                assert said[-1], "".join(said)
             os.killpg(second.pid, signal.SIGKILL)
         with started(*command, cwd=tmp_path) as third:
             output, _ = first.communicate(timeout=200)
