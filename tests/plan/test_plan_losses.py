@@ -145,6 +145,9 @@ def test_kept_outputs_stay_and_a_cast_leaves_a_block() -> None:
         at_loss = max(m.total for m in memory.timeline if m.nbytes.get("logits", 0) >= 12 * logits)
         assert memory.reserved == max(memory.needed, at_loss + 2 * logits) - framework
     assert plans[1].memory.reserved + framework == at_loss + 2 * logits > plans[1].memory.needed
+    full = Job.of({"seq_len": 4096, "micro_batch": 8, "checkpointing": "full"})  # the device is nearly full
+    plan = evaluate(load_model("Llama-3.1-8B")[0], full, parse_cluster("8xH100"))
+    assert plan.fits and plan.memory.reserved + framework <= plan.cluster.device.memory
     assert cached_nbytes(model, Job.of({"precision": "no", "base_dtype": "bfloat16", "keeps_outputs": True})) == 0
     assert cached_nbytes(model, Job.of({"loss": "kernel"})) == cached_nbytes(model, Job.of({"precision": "fp32"})) == 0
 

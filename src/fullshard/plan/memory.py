@@ -91,7 +91,8 @@ class Memory:
     host_steady: int  # bytes of host memory per host during training
     checkpoint: int  # bytes on disk for one checkpoint of the whole job
     is_alone: bool  # whether there is a single device, which sends no messages
-    # The peak of the loss's backward, with the block of the logits in the compute dtype that the allocator keeps.
+    # The peak of the loss's backward, with the block of the logits in the compute dtype that the allocator keeps. It is
+    # at most the device's memory, because a full device makes the allocator give the block back.
     loss_reserved: int
 
     @property
@@ -121,8 +122,7 @@ class Memory:
     def reserved(self) -> int:
         """The peak of what the allocator holds, as `torch.cuda.max_memory_reserved` reports it."""
         framework = self.phases["load"].get("framework", 0)
-        at_loss = self.loss_reserved + fragments_nbytes(0, is_alone=self.is_alone) if framework else 0
-        return max(self.needed, at_loss) - framework
+        return max(self.needed, self.loss_reserved if framework else 0) - framework
 
     def peak_of(self, phase: str) -> int:
         """Return the peak of one phase."""
@@ -159,13 +159,15 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
     # Shards are written from their own memory; a state dict gathers one parameter at a time.
     largest = max(b.layout.largest_numel * b.value_itemsize for b in setting.layout.buckets)
     phases["save"] = {**ledger.rest, "gathered units": largest}
+    is_alone = setting.layout.shard_size == setting.layout.replicate_size == setting.job.tp == 1
+    at_loss = ledger.loss_peak + cached_nbytes(setting.model, setting.job) + fragments_nbytes(0, is_alone=is_alone)
     return Memory(
         {phase: {name: held[name] for name in CATEGORIES if held.get(name)} for phase, held in phases.items()},
         timeline,
         *_host(setting, ranks_per_host),
         checkpoint=_checkpoint(setting),
-        is_alone=setting.layout.shard_size == setting.layout.replicate_size == setting.job.tp == 1,
-        loss_reserved=ledger.loss_peak + cached_nbytes(setting.model, setting.job),
+        is_alone=is_alone,
+        loss_reserved=min(at_loss, setting.device.memory),
     )
 
 

@@ -421,14 +421,16 @@ def test_an_optimizer_of_unknown_class_must_be_named(tmp_path: Path) -> None:
 
 
 def test_an_export_names_the_class_that_its_configuration_lacks(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
-    LlamaConfig(vocab_size=16, **sizes).save_pretrained(tmp_path / "config")
-    for name, part, expected in (("whole", model, ["LlamaForCausalLM"]), ("inner", model.model, None)):
+    masked = BertForMaskedLM(BertConfig(vocab_size=16, **sizes))  # with the names of BertLMHeadModel
+    cases = (("whole", model, ["LlamaForCausalLM"]), ("inner", model.model, None), ("masked", masked, None))
+    for name, part, expected in cases:
+        type(part.config)(vocab_size=16, **sizes).save_pretrained(tmp_path / f"{name}-config")
         save_checkpoint(tmp_path / name, model=part)
         with open_source(tmp_path / name) as source:
-            write_weights(source, tmp_path / f"{name}-out", config_from=tmp_path / "config", needs_config=True)
+            write_weights(source, tmp_path / f"{name}-out", config_from=tmp_path / f"{name}-config", needs_config=True)
         config = json.loads((tmp_path / f"{name}-out" / "config.json").read_text())
         assert config.get("architectures") == expected

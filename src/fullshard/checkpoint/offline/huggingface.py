@@ -178,7 +178,9 @@ def _in_stored_form(source: Source, directory: Path) -> tuple[Source, str]:
             raise
         return source, ""  # of an unknown model
     if source.contents.model.keys() <= model.state_dict().keys():
-        return stored_form_of(source, model), type(model).__name__
+        # An encoder with a masked-language head has the same names as its causal variant.
+        is_encoder = type(model.config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        return stored_form_of(source, model), "" if is_encoder else type(model).__name__
     return source, ""
 
 
